@@ -1,0 +1,68 @@
+"""Options of an engine: frozen and strict. What is measured later (how many blocks fit) lies elsewhere."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from kvire.core.errors import ConfigError
+from kvire.core.memory import parse_size
+from kvire.core.spec import DTYPE_BYTES
+
+ATTENTION_KINDS = ("auto", "native", "portable")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How the engine runs a model.
+
+    kv_dtype: what the pool keeps, float32, float16 or bfloat16. kv_memory: size of the pool, such as
+    "2GiB", or "auto": half of what is free, but no more than max_num_seqs full contexts need.
+    block_size: tokens per block, the granularity of reuse. prefix_cache: remember blocks of finished
+    requests. max_model_len: longest prompt + answer, at most what the model was made for; by default
+    that, or what the pool holds if it is less. max_batch_tokens: tokens computed in one step.
+    max_num_seqs: sequences running at once. max_queue: requests waiting at most. attention: auto,
+    native or portable. seed: where a request names none, sampling starts from this.
+    """
+
+    kv_dtype: str = "float32"
+    kv_memory: str | int = "auto"
+    block_size: int = 32
+    prefix_cache: bool = True
+    max_model_len: int | None = None
+    max_batch_tokens: int = 512
+    max_num_seqs: int = 32
+    max_queue: int = 256
+    attention: str = "auto"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv_dtype not in DTYPE_BYTES:
+            raise ConfigError(f"kv_dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.kv_dtype!r}")
+        if self.attention not in ATTENTION_KINDS:
+            raise ConfigError(f"attention must be one of {', '.join(ATTENTION_KINDS)}, got {self.attention!r}")
+        if self.kv_memory != "auto":
+            parse_size(self.kv_memory, "kv_memory")
+        for name in ("block_size", "max_batch_tokens", "max_num_seqs", "max_queue"):
+            _positive(name, getattr(self, name))
+        if self.max_model_len is not None:
+            _positive("max_model_len", self.max_model_len)
+        if self.block_size > 1024:
+            raise ConfigError(f"block_size is in tokens and at most 1024, got {self.block_size}")
+        if self.max_batch_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
+                "every running sequence computes one token a step"
+            )
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> Self:
+        """The config of keyword options; an unknown one is an error that lists the known ones."""
+        known = [f.name for f in fields(cls)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
+        return cls(**options)
+
+
+def _positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ConfigError(f"{name} must be a positive whole number, got {value!r}")

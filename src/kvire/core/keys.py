@@ -1,0 +1,75 @@
+"""Identity: the only place where a block gets its name.
+
+A key is a SHA-256 chain over full blocks, started by the root of a namespace. Every field is tagged
+and length-framed, so that no two different inputs can run into the same bytes. The same inputs give
+the same key in every process, on every machine; tests/golden/keys.json holds published vectors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from hashlib import sha256
+from typing import NewType, Self
+
+import numpy as np
+
+BlockKey = NewType("BlockKey", bytes)  # 32 bytes
+
+LAYOUT_VERSION = 1  # raise when the meaning of a stored block or of a key changes
+
+
+def field(tag: str, payload: bytes) -> bytes:
+    """One tagged, length-framed field: u8 tag length, tag, u64 payload length, payload."""
+    name = tag.encode("ascii")
+    return len(name).to_bytes(1, "little") + name + len(payload).to_bytes(8, "little") + payload
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Everything besides tokens that decides KV. Two namespaces never share a block.
+
+    weights: digest of the weight files. config: digest of the whole model config that can change
+    KV. numerics: compute dtype, weight form and kernel family. kv_dtype: dtype of the pool.
+    spec: text of the block's shape. adapter: digest of an adapter, or empty. salt: the tenant.
+    shard: which part of a split model. layout_version: meaning of the bytes.
+    """
+
+    weights: str
+    config: str
+    numerics: str
+    kv_dtype: str
+    spec: str
+    block_size: int
+    adapter: str = ""
+    salt: str = ""
+    shard: str = ""
+    layout_version: int = LAYOUT_VERSION
+
+    @property
+    def root(self) -> BlockKey:
+        """Parent of every sequence's first block."""
+        digest = sha256(field("kvire", b"namespace"))
+        for f in fields(self):
+            digest.update(field(f.name, str(getattr(self, f.name)).encode("utf-8")))
+        return BlockKey(digest.digest())
+
+    def with_salt(self, salt: str) -> Self:
+        """The same model for another tenant: no key in common."""
+        return replace(self, salt=salt)
+
+
+def block_key(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
+    """Key of the full block that holds `token_ids`, after `parent` (a block's key or a root)."""
+    ids = np.asarray(token_ids, dtype="<i4").tobytes()
+    return BlockKey(sha256(field("parent", parent) + field("ids", ids)).digest())
+
+
+def block_keys(
+    root: BlockKey, token_ids: Sequence[int], block_size: int, known: Sequence[BlockKey] = ()
+) -> list[BlockKey]:
+    """Keys of the full blocks of `token_ids`, in order; `known` are the first ones, if at hand."""
+    keys = list(known)
+    parent = keys[-1] if keys else root
+    for start in range(len(keys) * block_size, len(token_ids) - block_size + 1, block_size):
+        parent = block_key(parent, token_ids[start : start + block_size])
+        keys.append(parent)
+    return keys

@@ -1,0 +1,60 @@
+"""Where a prompt's KV came from, and why the rest had to be computed."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class MissReason(StrEnum):
+    """Why reuse ended where it did. COMPLETE: every full block that could be reused was."""
+
+    COMPLETE = "complete"
+    OFF = "off"  # the prefix cache is switched off
+    PROMPT_LOGPROBS = "prompt_logprobs"  # logprobs of prompt tokens need their logits: recomputed
+    SHORTER_THAN_BLOCK = "shorter_than_block"  # what is shared, or the prompt itself, fills no block
+    DIVERGED = "diverged"  # the closest remembered prompt differs from token `miss_token` on
+    EVICTED = "evicted"  # was remembered, had to make room
+    NEVER_STORED = "never_stored"  # no remembered prompt starts like this
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """Tokens of one prompt by source; they sum to the prompt, always.
+
+    device_tokens: reused from the pool. computed_tokens: run through the model. recomputed_tokens:
+    prompt and generated tokens computed again after preemptions, on top of the prompt. miss_token:
+    position of the first token that no remembered prompt shares, where that is known.
+    """
+
+    device_tokens: int
+    computed_tokens: int
+    miss: MissReason
+    miss_token: int | None = None
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        assert min(self.device_tokens, self.recomputed_tokens, self.preemptions) >= 0
+        assert self.computed_tokens >= 1, "at least the last prompt token is always computed"
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return self.device_tokens + self.computed_tokens
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens that were not computed."""
+        return self.device_tokens
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
+            "device_tokens": self.device_tokens,
+            "computed_tokens": self.computed_tokens,
+            "miss": str(self.miss),
+            "miss_token": self.miss_token,
+            "recomputed_tokens": self.recomputed_tokens,
+            "preemptions": self.preemptions,
+        }

@@ -1,0 +1,162 @@
+"""The engine on a thread of its own: requests go in through its inbox, outputs come out through a
+queue per request. Whoever answers people or programs (LLM, the server) talks to this, from any thread.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Iterator
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Protocol, Self
+
+from kvire.core.errors import EngineClosedError
+from kvire.engine.engine import Engine
+from kvire.engine.request import Output, Request
+
+log = logging.getLogger(__name__)
+
+
+class Route(Protocol):
+    """Where a request's outputs go; called on the engine's thread, so it must not wait."""
+
+    def put(self, item: Output | EngineClosedError) -> None:
+        """Take one output, or the error that ends the request."""
+
+
+class EngineClient:
+    """Owns the engine's thread. Use as a context, or start() and close()."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._routes: dict[str, tuple[Route, int]] = {}  # request id -> route, answers not finished yet
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._error: EngineClosedError | None = None
+        self._thread = threading.Thread(target=self._loop, name="kvire-engine", daemon=True)
+
+    def start(self) -> Self:
+        """Start the thread."""
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Stop after the current step; requests in flight end with EngineClosedError. Idempotent."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._fail(EngineClosedError("the engine was closed"))
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have not finished."""
+        return len(self._routes)
+
+    @property
+    def failure(self) -> EngineClosedError | None:
+        """Why nothing is answered any more, if so."""
+        return self._error
+
+    def submit(self, request: Request, route: Route) -> None:
+        """Queue a request. Raises RequestError, QueueFullError or EngineClosedError; then nothing was queued."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            assert request.request_id not in self._routes, "request ids are unique"
+            self.engine.submit(request)
+            self._routes[request.request_id] = (route, request.params.n)
+        self._wake.set()
+
+    def abort(self, request_id: str) -> None:
+        """Cancel a request; its blocks are free within one step. Nothing more is delivered."""
+        with self._lock:
+            if self._routes.pop(request_id, None) is None:
+                return
+        self.engine.abort(request_id)
+        self._wake.set()
+
+    def stream(self, request: Request) -> Iterator[Output]:
+        """Outputs as they come; leaving the loop early cancels the request."""
+        queue: SimpleQueue[Output | EngineClosedError] = SimpleQueue()
+        self.submit(request, queue)
+        unfinished = request.params.n
+        try:
+            while unfinished:
+                item = queue.get()
+                if isinstance(item, EngineClosedError):
+                    raise item
+                unfinished -= item.finish_reason is not None
+                yield item
+        finally:
+            self.abort(request.request_id)
+
+    async def stream_async(self, request: Request) -> AsyncIterator[Output]:
+        """The same for asyncio; cancelling the task cancels the request."""
+        route = LoopRoute(asyncio.get_running_loop())
+        self.submit(request, route)
+        unfinished = request.params.n
+        try:
+            while unfinished:
+                item = await route.queue.get()
+                if isinstance(item, EngineClosedError):
+                    raise item
+                unfinished -= item.finish_reason is not None
+                yield item
+        finally:
+            self.abort(request.request_id)
+
+    def _loop(self) -> None:
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                if self.engine.has_work:
+                    self._deliver(self.engine.step())
+                else:
+                    self._wake.wait()
+        except Exception as error:  # whatever it is, every waiting caller must hear of it
+            log.exception("the engine stopped")
+            self._fail(EngineClosedError(f"the engine stopped: {type(error).__name__}: {error}"))
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            with self._lock:
+                entry = self._routes.get(output.request_id)
+                if entry is None:
+                    continue
+                route, unfinished = entry
+                unfinished -= output.finish_reason is not None
+                if unfinished:
+                    self._routes[output.request_id] = (route, unfinished)
+                else:
+                    del self._routes[output.request_id]
+            route.put(output)
+
+    def _fail(self, error: EngineClosedError) -> None:
+        with self._lock:
+            self._error = self._error or error
+            routes, self._routes = list(self._routes.values()), {}
+        for route, _ in routes:
+            route.put(self._error)
+
+
+class LoopRoute:
+    """Carries outputs from the engine's thread into an event loop, where `queue` gives them out."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.queue: asyncio.Queue[Output | EngineClosedError] = asyncio.Queue()
+
+    def put(self, item: Output | EngineClosedError) -> None:
+        """See Route."""
+        try:
+            self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
+        except RuntimeError:  # the loop is closed: nobody listens any more
+            log.debug("output after the event loop closed")

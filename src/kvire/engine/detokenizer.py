@@ -1,0 +1,88 @@
+"""Token ids to text, a little at a time: never half a character, never part of a stop string.
+
+The joined pieces equal the decoding of all ids, cut before the stop string if one was found.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+REPLACEMENT = "\ufffd"  # what decoding shows for bytes that are no complete character (yet)
+# Context kept in front of new ids, so that spaces and joins come out as in the whole text.
+CONTEXT_TOKENS = 6
+
+
+class Detokenizer:
+    """Text of one answer. tokenizer: anything with transformers' `decode`, or None for ids only.
+
+    stopped_by: the stop string that was found, if any; nothing is shown from its first character on.
+    """
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = (), *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._skip_special_tokens = skip_special_tokens
+        self._ids: list[int] = []
+        self._window = 0  # decoding starts here: decoding everything each time would be quadratic
+        self._in_text = 0  # characters of the window's decoding that are in _text
+        self._text = ""  # complete characters so far
+        self._shown = 0  # characters of _text handed out
+        self.stopped_by: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Everything handed out so far."""
+        return self._text[: self._shown]
+
+    def add(self, token_id: int) -> str:
+        """Take one more id; the new text that is safe to show."""
+        self._ids.append(token_id)
+        if self._tokenizer is None or self.stopped_by is not None:
+            return ""
+        decoded = self._decode(self._ids[self._window :])
+        complete = decoded.rstrip(REPLACEMENT)
+        if len(complete) > self._in_text:
+            self._text += complete[self._in_text :]
+            self._in_text = len(complete)
+        if complete == decoded and len(self._ids) - self._window > 2 * CONTEXT_TOKENS:
+            self._slide(decoded)
+        return self._show(final=False)
+
+    def finish(self) -> str:
+        """No more ids will come: the text that was held back."""
+        if self._tokenizer is None or self.stopped_by is not None:
+            return ""
+        whole = self._decode(self._ids)
+        if whole.startswith(self._text):
+            self._text = whole
+        return self._show(final=True)
+
+    def _slide(self, decoded: str) -> None:
+        """Move the window forward, unless it would begin inside a character."""
+        start = len(self._ids) - CONTEXT_TOKENS
+        tail = self._decode(self._ids[start:])
+        if decoded.endswith(tail) and not tail.startswith(REPLACEMENT):
+            self._window, self._in_text = start, len(tail)
+
+    def _show(self, *, final: bool) -> str:
+        """A stop string never begins in text that was shown: what may become one is held back."""
+        found = [(at, stop) for stop in self._stop if (at := self._text.find(stop, self._shown)) >= 0]
+        if found:
+            at, self.stopped_by = min(found)
+            self._text = self._text[:at]
+        held = 0 if found or final else max((_overlap(self._text, stop) for stop in self._stop), default=0)
+        start, self._shown = self._shown, max(self._shown, len(self._text) - held)
+        return self._text[start : self._shown]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`, the whole of it excepted."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,338 @@
+"""The engine: one visible loop over everything else.
+
+    poll      take new requests and cancellations
+    admit     match prefixes, lease blocks             (scheduler)
+    schedule  choose this step's chunks                (scheduler)
+    run       one forward pass over the packed batch   (model)
+    commit    sample, publish full blocks, hand out text
+
+Engine.step() alone drives it, on one thread; nothing here takes a lock or calls back.
+"""
+
+import secrets
+from collections import deque
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvire.cache.batch import Batch
+from kvire.cache.grouped import GroupedPool
+from kvire.cache.paged import PagedKV
+from kvire.core.config import EngineConfig
+from kvire.core.errors import QueueFullError, RequestError
+from kvire.core.keys import BlockKey, Namespace
+from kvire.engine import sampler
+from kvire.engine.detokenizer import Detokenizer
+from kvire.engine.request import Output, Request, TokenLogprobs
+from kvire.engine.scheduler import Chunk, Scheduler
+from kvire.engine.sequence import Sequence, State
+
+
+class Model(Protocol):
+    """What the engine asks of a model: write the batch's KV, return logits of its logits_rows."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        """float32 [R, vocab]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Cancel all answers of a request."""
+
+    request_id: str
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the engine was made; they only grow. Times in seconds."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    device_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    recomputed_tokens: int = 0
+    steps: int = 0
+    forward_s: float = 0.0
+    misses: dict[str, int] = field(default_factory=dict)
+
+
+class Engine:
+    """Runs requests on a model over a paged cache.
+
+    namespace: everything besides tokens that decides KV. max_model_len: longest prompt + answer.
+    eos_token_ids: end an answer unless it ignores them. tokenizer: None for ids only.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        paged: PagedKV,
+        config: EngineConfig,
+        namespace: Namespace,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        tokenizer: Any = None,
+    ) -> None:
+        self.model = model
+        self.paged = paged
+        self.config = config
+        self.namespace = namespace
+        self.root: BlockKey = namespace.root
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.tokenizer = tokenizer
+        self.pool = GroupedPool(len(paged.spec.groups), paged.num_blocks, paged.spec.block_size)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_batch_tokens=config.max_batch_tokens,
+            max_num_seqs=config.max_num_seqs,
+            prefix_cache=config.prefix_cache,
+        )
+        self.stats = EngineStats()
+        self.inbox: SimpleQueue[Request | Abort] = SimpleQueue()
+        self._sequences: dict[str, list[Sequence]] = {}
+        self._seeds: dict[str, int] = {}
+        self._arrivals = 0
+        self._outputs: deque[Output] = deque()
+
+    def validate(self, request: Request) -> None:
+        """Raise RequestError if the request can never be served. Reads only what never changes."""
+        length = len(request.token_ids)
+        if length == 0:
+            raise RequestError("the prompt is empty: it must hold at least one token")
+        if not all(0 <= token_id < self.vocab_size for token_id in request.token_ids):
+            raise RequestError(f"token ids must lie between 0 and {self.vocab_size - 1}")
+        if any(not 0 <= token_id < self.vocab_size for token_id in request.params.logit_bias):
+            raise RequestError(f"logit_bias names a token outside 0 to {self.vocab_size - 1}")
+        limit = self.max_model_len - (1 if request.params.max_tokens else 0)
+        if length > limit:
+            raise RequestError(
+                f"the prompt has {length} tokens, but this engine holds {self.max_model_len} tokens of prompt and "
+                "answer together; shorten the prompt, or raise max_model_len or kv_memory if the model allows it"
+            )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request for the next step. Raises RequestError or QueueFullError."""
+        self.validate(request)
+        if len(self.scheduler.waiting) + self.inbox.qsize() >= self.config.max_queue:
+            raise QueueFullError(f"{self.config.max_queue} requests are waiting already; try again in a moment")
+        self.inbox.put(request)
+
+    def abort(self, request_id: str) -> None:
+        """Cancel a request; its blocks are free before the next step. Unknown ids are ignored."""
+        self.inbox.put(Abort(request_id))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() has anything to do."""
+        return bool(self.scheduler.running or self.scheduler.waiting or not self.inbox.empty())
+
+    def step(self) -> list[Output]:
+        """Do one step of the loop; what it added to each answer."""
+        self.poll()
+        self.scheduler.admit()
+        chunks = self.scheduler.schedule()
+        if chunks:
+            logits = self.run(chunks)
+            self.commit(chunks, logits)
+        outputs, self._outputs = list(self._outputs), deque()
+        return outputs
+
+    def poll(self) -> None:
+        """Take what came in since the last step."""
+        while True:
+            try:
+                message = self.inbox.get_nowait()
+            except Empty:
+                return
+            if isinstance(message, Abort):
+                self._abort(message.request_id)
+            else:
+                self._accept(message)
+
+    def run(self, chunks: list[Chunk]) -> Tensor:
+        """One forward pass: logits [R, vocab], a row per token whose successor is wanted."""
+        for group, source, target in self.scheduler.copies:
+            self.paged.copy_block(group, source, target)
+        self.scheduler.copies.clear()
+        started = monotonic()
+        logits = self.model.forward(build_batch(chunks, self.pool.block_size))
+        self.stats.forward_s += monotonic() - started
+        self.stats.steps += 1
+        return logits
+
+    def commit(self, chunks: list[Chunk], logits: Tensor) -> None:
+        """Publish what was computed, sample what is due, hand out what is new."""
+        row = 0
+        for chunk in chunks:
+            rows = logits[row : row + logits_rows(chunk)]
+            row += len(rows)
+            seq, completes = chunk.seq, chunk.completes
+            if seq.params.prompt_logprobs is not None:
+                self._note_prompt_logprobs(chunk, rows)
+            recomputed = seq.recomputed_tokens
+            self.scheduler.advance(chunk)
+            self.stats.recomputed_tokens += seq.recomputed_tokens - recomputed
+            if completes:
+                self._start_siblings(seq, rows[-1])
+                self._next_token(seq, rows[-1])
+
+    def _accept(self, request: Request) -> None:
+        arrival, self._arrivals = self._arrivals, self._arrivals + 1
+        first, *others = [
+            Sequence(
+                request,
+                i,
+                arrival,
+                self.root,
+                self.pool.block_size,
+                Detokenizer(self.tokenizer, request.params.stop_strings),
+            )
+            for i in range(request.params.n)
+        ]
+        first.siblings = others
+        self._sequences[request.request_id] = [first, *others]
+        seed = request.params.seed
+        self._seeds[request.request_id] = secrets.randbits(64) if seed is None else seed
+        self.scheduler.add(first)
+
+    def _abort(self, request_id: str) -> None:
+        for seq in self._sequences.pop(request_id, []):
+            if seq.state is not State.FINISHED:
+                self.scheduler.remove(seq)
+                self._outputs.append(Output(request_id, seq.index, (), "", "abort"))
+        self._seeds.pop(request_id, None)
+
+    def _start_siblings(self, seq: Sequence, logits: Tensor) -> None:
+        """The prompt is computed: let the other samples share it, as far as there are seats."""
+        siblings, seq.siblings = seq.siblings, []
+        for sibling in siblings:
+            if len(self.scheduler.running) < self.config.max_num_seqs:
+                self.scheduler.fork(seq, sibling)
+                self._next_token(sibling, logits)
+            else:
+                self.scheduler.add(sibling)
+
+    def _next_token(self, seq: Sequence, logits: Tensor) -> None:
+        """Sample a token from `logits` [vocab], append it and see whether the answer ends."""
+        if seq.index == 0 and seq.num_answer == 0:
+            self._count_request(seq)
+        if seq.params.max_tokens == 0:
+            self._emit(seq, None, None, "length")
+            return
+        seed = self._seeds[seq.request.request_id]
+        prompt = seq.token_ids[: seq.num_prompt]
+        token = sampler.sample(logits, seq.params, prompt, seq.answer_counts, seed, seq.index, seq.num_tokens)
+        logprobs = None
+        if seq.params.logprobs is not None:
+            logprobs = sampler.token_logprobs(logits, token, seq.params.logprobs)
+        seq.append(token)
+        self.stats.generated_tokens += 1
+        self._emit(seq, token, logprobs, self._finish_reason(seq, token))
+
+    def _finish_reason(self, seq: Sequence, token: int) -> str | None:
+        if token in seq.params.stop_token_ids:
+            seq.stop_reason = token
+            return "stop"
+        if token in self.eos_token_ids and not seq.params.ignore_eos:
+            return "stop"
+        if seq.num_answer >= seq.params.max_tokens or seq.num_tokens >= self.max_model_len:
+            return "length"
+        return None
+
+    def _emit(self, seq: Sequence, token: int | None, logprobs: TokenLogprobs | None, finish: str | None) -> None:
+        """Hand out one token and the text that became certain with it."""
+        text = "" if token is None else seq.detokenizer.add(token)
+        if finish is not None:
+            text += seq.detokenizer.finish()
+        if seq.detokenizer.stopped_by is not None:
+            seq.stop_reason, finish = seq.detokenizer.stopped_by, "stop"
+        first = seq.num_answer <= 1
+        if finish is not None:
+            self._finish(seq, finish)
+        self._outputs.append(
+            Output(
+                seq.request.request_id,
+                seq.index,
+                () if token is None else (token,),
+                text,
+                finish_reason=finish,
+                stop_reason=seq.stop_reason,
+                logprobs=None if logprobs is None else (logprobs,),
+                cache=seq.report if first or finish is not None else None,
+                prompt_logprobs=tuple(seq.prompt_logprobs) if first and seq.prompt_logprobs else None,
+            )
+        )
+
+    def _finish(self, seq: Sequence, reason: str) -> None:
+        seq.finish_reason = reason
+        self.scheduler.remove(seq)
+        sequences = self._sequences[seq.request.request_id]
+        if all(s.state is State.FINISHED for s in sequences):
+            del self._sequences[seq.request.request_id], self._seeds[seq.request.request_id]
+
+    def _count_request(self, seq: Sequence) -> None:
+        report = seq.report
+        self.stats.requests += 1
+        self.stats.prompt_tokens += report.prompt_tokens
+        self.stats.device_tokens += report.device_tokens
+        self.stats.computed_tokens += report.computed_tokens
+        self.stats.misses[report.miss] = self.stats.misses.get(report.miss, 0) + 1
+
+    def _note_prompt_logprobs(self, chunk: Chunk, rows: Tensor) -> None:
+        """rows[i] predicts the token after position num_computed + i."""
+        seq, wanted = chunk.seq, chunk.seq.params.prompt_logprobs
+        assert wanted is not None
+        if not seq.prompt_logprobs:
+            seq.prompt_logprobs.append(None)
+        for i, logits in enumerate(rows):
+            position = seq.num_computed + i + 1
+            if position == len(seq.prompt_logprobs) and position < seq.num_prompt:
+                seq.prompt_logprobs.append(sampler.token_logprobs(logits, seq.token_ids[position], wanted))
+
+
+def logits_rows(chunk: Chunk) -> int:
+    """How many rows of logits a chunk needs: all for prompt logprobs, one if a token is sampled, else none."""
+    return chunk.count if chunk.seq.params.prompt_logprobs is not None else int(chunk.completes)
+
+
+def build_batch(chunks: list[Chunk], block_size: int) -> Batch:
+    """Pack the chunks, in order, into one batch."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    rows: list[int] = []
+    cu_seqlens, context_lens = [0], []
+    for chunk in chunks:
+        start, end = chunk.seq.num_computed, chunk.seq.num_computed + chunk.count
+        token_ids += chunk.seq.token_ids[start:end]
+        positions += range(start, end)
+        cu_seqlens.append(len(token_ids))
+        context_lens.append(end)
+        rows += range(len(token_ids) - logits_rows(chunk), len(token_ids))
+    groups = [lease_group for chunk in chunks if chunk.seq.lease for lease_group in [chunk.seq.lease.leases]]
+    tables = [_block_tables([leases[g].block_ids for leases in groups]) for g in range(len(groups[0]))]
+    where = torch.tensor(positions)
+    owner = torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor([chunk.count for chunk in chunks]))
+    return Batch(
+        token_ids=torch.tensor(token_ids),
+        positions=where,
+        slots=tuple(t[owner, where // block_size].long() * block_size + where % block_size for t in tables),
+        block_tables=tuple(tables),
+        context_lens=tuple(context_lens),
+        cu_seqlens=tuple(cu_seqlens),
+        logits_rows=torch.tensor(rows, dtype=torch.long),
+    )
+
+
+def _block_tables(tables: list[list[int]]) -> Tensor:
+    """int32 [S, M], padded with block 0."""
+    width = max(len(table) for table in tables)
+    return torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)

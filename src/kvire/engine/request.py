@@ -1,0 +1,125 @@
+"""Plain records that go into the engine and come out of it; nothing here refers to its state."""
+
+from dataclasses import dataclass, field
+
+from kvire.core.errors import RequestError
+from kvire.core.report import CacheReport
+
+MAX_LOGPROBS = 20
+MAX_SAMPLES = 128
+MAX_STOPS, MAX_STOP_CHARS = 16, 256
+MAX_LOGIT_BIAS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen, and where it ends.
+
+    temperature 0 is greedy. top_k 0 and top_p 1 keep everything; min_p keeps tokens at least that
+    share of the likeliest. repetition_penalty divides (multiplies) the logits of tokens in prompt and
+    answer; presence and frequency penalties are subtracted for tokens of the answer only, once or per
+    occurrence. logit_bias is added by token id. seed: with it, an answer is the same whatever else
+    runs. stop: strings, never part of the answer; stop_token_ids: end the answer and are part of its
+    ids. logprobs: how many likeliest tokens to report beside each chosen one, None for none at all;
+    they are of the raw model, before penalties and temperature. prompt_logprobs: the same for the
+    prompt. n: answers to the same prompt.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: str | tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        _within("max_tokens", self.max_tokens, 0, 2**31)
+        _within("temperature", self.temperature, 0.0, 100.0)
+        _within("top_k", self.top_k, 0, 2**31)
+        _within("top_p", self.top_p, 0.0, 1.0, exclude_low=True)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("repetition_penalty", self.repetition_penalty, 0.0, 100.0, exclude_low=True)
+        _within("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _within("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        _within("n", self.n, 1, MAX_SAMPLES)
+        if self.seed is not None:
+            _within("seed", self.seed, -(2**63), 2**64 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _within(name, getattr(self, name), 0, MAX_LOGPROBS)
+        stops = self.stop_strings
+        if len(stops) > MAX_STOPS or any(not 0 < len(s) <= MAX_STOP_CHARS for s in stops):
+            raise RequestError(f"stop takes at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, got {len(self.logit_bias)}")
+        if any(not abs(bias) <= 100 for bias in self.logit_bias.values()):
+            raise RequestError("logit_bias values must lie between -100 and 100")
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError("max_tokens must be at least 1 (0 only to score a prompt: echo with logprobs)")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, however it was written."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to answer. request_id is unique among those in flight."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One position: the chosen token, its log-probability, and the likeliest ones (id -> logprob)."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step added to one answer of a request.
+
+    index: which of the n answers. token_ids: new tokens. text: new text that is safe to show.
+    logprobs: one entry per new token if asked for. finish_reason: "stop", "length" or "abort" on the
+    last output, else None. stop_reason: the stop string or token id that ended it, if one did.
+    cache: the prompt's CacheReport, on the first and last output. prompt_logprobs: on the first
+    output, if asked for; None stands for the first token, which nothing predicts.
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    cache: CacheReport | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+def _within(name: str, value: float, low: float, high: float, *, exclude_low: bool = False) -> None:
+    """Also refuses NaN, booleans and text, which compare in surprising ways."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RequestError(f"{name} must be a number, got {value!r}")
+    if not low <= value <= high or (exclude_low and value == low):
+        raise RequestError(
+            f"{name} must be {'above' if exclude_low else 'at least'} {low} and at most {high}, got {value}"
+        )
+    if isinstance(low, int) and not isinstance(value, int):
+        raise RequestError(f"{name} must be a whole number, got {value}")

@@ -1,0 +1,267 @@
+"""The Python API: a model that answers prompts and remembers what it read.
+
+with LLM("smollm2", kv_dtype="float16", kv_memory="2GiB") as llm:
+    r = llm.generate("The capital of France is", max_tokens=8, temperature=0)
+    print(r.text, r.cache.reused_tokens)
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from time import monotonic
+from types import TracebackType
+from typing import Any, Self, overload
+
+from kvire.core.config import EngineConfig
+from kvire.core.errors import EngineClosedError, RequestError
+from kvire.core.report import CacheReport
+from kvire.engine.build import build_engine
+from kvire.engine.client import EngineClient
+from kvire.engine.request import Output, Request, SamplingParams, TokenLogprobs
+from kvire.models.chat import encode_chat
+from kvire.models.progress import Progress
+
+Prompt = str | Sequence[int]
+Message = dict[str, Any]
+
+_ids = itertools.count()
+
+
+@dataclass(slots=True)
+class Completion:
+    """One answer. token_ids: new tokens only, with the one that ended it."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens as they are counted and billed; the prompt counts once, however many answers it got."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and answers."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds, seen from outside the engine. ttft_s: to the first token. tpot_s: per token after it."""
+
+    ttft_s: float
+    total_s: float
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What `generate` and `chat` return: the answers, and where the prompt's KV came from."""
+
+    completions: tuple[Completion, ...]
+    usage: Usage
+    cache: CacheReport
+    timing: Timing
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of the first answer."""
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """New token ids of the first answer."""
+        return self.completions[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the first answer ended: "stop" or "length"."""
+        return self.completions[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """One entry per new token of the first answer, if they were asked for."""
+        return self.completions[0].logprobs
+
+
+class Collector:
+    """Puts the outputs of one request together, in the order they come."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.completions = [Completion() for _ in range(request.params.n)]
+        self._cache: CacheReport | None = None
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self._started = monotonic()
+        self._first: float | None = None
+        self._last = self._started
+
+    def add(self, output: Output) -> None:
+        """Take the next output."""
+        self._last = monotonic()
+        self._first = self._first or self._last
+        part = self.completions[output.index]
+        part.text += output.text
+        part.token_ids += output.token_ids
+        part.logprobs += output.logprobs or ()
+        part.finish_reason, part.stop_reason = output.finish_reason, output.stop_reason
+        if output.index == 0 and output.cache is not None:
+            self._cache = output.cache
+        self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
+
+    def result(self) -> Result:
+        """Everything, once all outputs are in."""
+        assert self._cache is not None and self._first is not None
+        tokens = sum(len(part.token_ids) for part in self.completions)
+        longest = max(len(part.token_ids) for part in self.completions)
+        usage = Usage(len(self.request.token_ids), tokens, self._cache.reused_tokens)
+        ttft = self._first - self._started
+        timing = Timing(ttft, self._last - self._started, (self._last - self._first) / max(1, longest - 1))
+        return Result(tuple(self.completions), usage, self._cache, timing, self._prompt_logprobs)
+
+
+class _Model:
+    """What the synchronous and the asynchronous API share: a loaded model and its engine."""
+
+    def __init__(self, model: str, *, progress: Progress | None = None, **options: Any) -> None:
+        """model: directory, hub id, .gguf file or embedded name; options: fields of EngineConfig."""
+        config = EngineConfig.from_options(options)
+        engine, self.loaded = build_engine(model, config, progress)
+        self.client = EngineClient(engine).start()
+
+    @property
+    def engine(self) -> Any:
+        """The engine, for its stats and limits; its state belongs to its own thread."""
+        return self.client.engine
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.loaded.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt + answer, in tokens."""
+        return self.client.engine.max_model_len
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer(prompt)["input_ids"])
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+            raise RequestError("a prompt is text or a list of token ids")
+        return tuple(prompt)
+
+    def encode_chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> tuple[int, ...]:
+        """Token ids of a conversation, as the model's chat template writes it, up to where the answer begins."""
+        return encode_chat(self.tokenizer, messages, tools)
+
+    def request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """A record for the engine, with an id of its own."""
+        return Request(f"req-{next(_ids)}", self.encode(prompt), params)
+
+    def close(self) -> None:
+        """Stop the engine and free its memory."""
+        self.client.close()
+
+
+class LLM(_Model):
+    """A model that answers prompts, for programs that wait. Use as a context, or close() it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @overload
+    def generate(self, prompt: str | Sequence[int], **params: Any) -> Result: ...
+    @overload
+    def generate(self, prompt: list[str] | list[list[int]], **params: Any) -> list[Result]: ...
+    def generate(self, prompt: Any, **params: Any) -> Result | list[Result]:
+        """Answer a prompt, or a list of prompts together; params are fields of SamplingParams."""
+        sampling = SamplingParams(**params)
+        if _is_many(prompt):
+            return self._collect([self.request(one, sampling) for one in prompt])
+        return self._collect([self.request(prompt, sampling)])[0]
+
+    def chat(self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, **params: Any) -> Result:
+        """Answer a conversation: a list of {"role", "content"} messages, the last one to be answered."""
+        return self._collect([self.request(self.encode_chat(messages, tools), SamplingParams(**params))])[0]
+
+    def stream(self, prompt: Prompt, **params: Any) -> Iterator[Output]:
+        """Outputs as they come; leaving the loop early cancels the request."""
+        return self.client.stream(self.request(prompt, SamplingParams(**params)))
+
+    def _collect(self, requests: list[Request]) -> list[Result]:
+        """Run requests together, never more of them at once than the engine's queue takes."""
+        for request in requests:
+            self.engine.validate(request)
+        outputs: SimpleQueue[Output | EngineClosedError] = SimpleQueue()
+        collectors = {request.request_id: Collector(request) for request in requests}
+        waiting, unfinished = deque(requests), 0
+        try:
+            while waiting or unfinished:
+                while waiting and unfinished < self.engine.config.max_queue:
+                    unfinished += waiting[0].params.n
+                    self.client.submit(waiting.popleft(), outputs)
+                item = outputs.get()
+                if isinstance(item, EngineClosedError):
+                    raise item
+                unfinished -= item.finish_reason is not None
+                collectors[item.request_id].add(item)
+        finally:
+            for request in requests:
+                self.client.abort(request.request_id)
+        return [collector.result() for collector in collectors.values()]
+
+
+class AsyncLLM(_Model):
+    """The same for asyncio: `async with AsyncLLM(...) as llm`. Cancelling a task cancels its request."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    async def generate(self, prompt: Any, **params: Any) -> Result | list[Result]:
+        """Answer a prompt, or a list of prompts together."""
+        sampling = SamplingParams(**params)
+        if _is_many(prompt):
+            return list(await asyncio.gather(*(self._collect(self.request(one, sampling)) for one in prompt)))
+        return await self._collect(self.request(prompt, sampling))
+
+    async def chat(
+        self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, **params: Any
+    ) -> Result:
+        """Answer a conversation."""
+        return await self._collect(self.request(self.encode_chat(messages, tools), SamplingParams(**params)))
+
+    def stream(self, prompt: Prompt, **params: Any) -> AsyncIterator[Output]:
+        """Outputs as they come."""
+        return self.client.stream_async(self.request(prompt, SamplingParams(**params)))
+
+    async def _collect(self, request: Request) -> Result:
+        collector = Collector(request)
+        async for output in self.client.stream_async(request):
+            collector.add(output)
+        return collector.result()
+
+
+def _is_many(prompt: Any) -> bool:
+    """A list of prompts, not a list of token ids."""
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and not isinstance(prompt[0], int)

@@ -1,0 +1,68 @@
+"""Conversations to token ids, through the model's own chat template.
+
+transformers renders templates in an immutable Jinja sandbox; they come from the model's directory
+only, never from a request.
+"""
+
+from typing import Any
+
+from jinja2 import TemplateError
+
+from kvire.core.errors import RequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def encode_chat(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    options: dict[str, bool] | None = None,
+) -> tuple[int, ...]:
+    """Token ids up to where the answer begins. Raises RequestError if the model or a message does not allow it.
+
+    options: switches that some templates know, such as enable_thinking.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise RequestError(
+            "this model has no chat template: it continues text but was not made to chat; use completions (generate)"
+        )
+    plain = [_plain_message(message, i) for i, message in enumerate(messages)]
+    if not plain:
+        raise RequestError("messages is empty: it must hold at least one message")
+    try:
+        text = tokenizer.apply_chat_template(
+            plain, tools=tools, tokenize=False, add_generation_prompt=True, **(options or {})
+        )
+    except TemplateError as error:
+        raise RequestError(f"the model's chat template refuses these messages: {error}") from error
+    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # Templates are programs too; what they stumble over is in the messages.
+        raise RequestError("the model's chat template cannot render these messages or tools") from error
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _plain_message(message: dict[str, Any], index: int) -> dict[str, Any]:
+    """The message with its content as one text."""
+    role = message.get("role")
+    if role not in ROLES:
+        raise RequestError(f"messages[{index}].role must be one of {', '.join(ROLES)}, got {role!r}")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_text_of(part, index) for part in content)
+    if content is None:
+        content = ""
+    if not isinstance(content, str):
+        raise RequestError(f"messages[{index}].content must be text or a list of text parts")
+    return {**message, "content": content}
+
+
+def _text_of(part: Any, index: int) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise RequestError(
+            f"messages[{index}].content holds a part of type {kind!r}: only text is supported; images, audio and "
+            "files are refused, since their KV depends on more than tokens"
+        )
+    text: str = part["text"]
+    return text

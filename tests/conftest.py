@@ -1,0 +1,16 @@
+"""Shared by all tests."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One thread for tiny models, where waking a second one costs more than it computes; all for real ones."""
+    before = torch.get_num_threads()
+    if request.node.get_closest_marker("model") is None:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,1 @@
+"""What several test folders share: tiny engines, scripted models, a byte tokenizer, mutants."""

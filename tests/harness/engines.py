@@ -1,0 +1,176 @@
+"""Small engines for tests: a random model whose answers depend on every cached token, and a scripted one."""
+
+import copy
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from kvire.attention.paged_cache import PagedCache, PagedModel
+from kvire.attention.reference import PortableAttention
+from kvire.cache.batch import Batch
+from kvire.cache.paged import PagedKV
+from kvire.core.config import EngineConfig
+from kvire.core.keys import Namespace
+from kvire.core.report import CacheReport
+from kvire.core.spec import KVGroup, KVSpec, LayerKind
+from kvire.engine.engine import Engine
+from kvire.engine.request import Request, SamplingParams, TokenLogprobs
+
+VOCAB = 259  # 256 bytes, then beginning, end and padding
+EOS = 257
+BLOCK = 16
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8."""
+
+    def decode(self, ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+@cache
+def tiny_llama():
+    """Weights large enough that an answer depends on every token it attends to (test_sensitivity)."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=4096,
+        initializer_range=0.3,
+        bos_token_id=256,
+        eos_token_id=EOS,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+SPEC = KVSpec((KVGroup(LayerKind.FULL, (0, 1, 2), 2, 16, 16),), "float32", BLOCK)
+
+
+def namespace(salt: str = "") -> Namespace:
+    return Namespace("weights", "config", "float32/portable", "float32", "tiny", BLOCK, salt=salt)
+
+
+def tiny_engine(num_blocks: int = 256, *, backend=None, max_model_len: int | None = None, **options) -> Engine:
+    """The tiny llama over a pool of `num_blocks` blocks of 16 tokens."""
+    paged = PagedKV(SPEC, num_blocks)
+    model = PagedModel(copy.deepcopy(tiny_llama()), PagedCache(paged, backend or PortableAttention()))
+    return _engine(model, paged, num_blocks, max_model_len, options)
+
+
+class ScriptedModel:
+    """Writes what it is told: after a prompt of n tokens, script[0], script[1], ... whatever the cache holds."""
+
+    def __init__(self, script: list[int], prompt_tokens: int) -> None:
+        self.script = script
+        self.prompt_tokens = prompt_tokens
+        self.computed_tokens = 0
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.computed_tokens += batch.token_ids.numel()
+        logits = torch.zeros(batch.logits_rows.numel(), VOCAB)
+        for row, position in enumerate(batch.positions[batch.logits_rows].tolist()):
+            at = position + 1 - self.prompt_tokens
+            logits[row, self.script[at] if 0 <= at < len(self.script) else EOS] = 50.0
+        return logits
+
+
+def scripted_engine(script: list[int], prompt_tokens: int = 5, num_blocks: int = 64, **options) -> Engine:
+    return _engine(ScriptedModel(script, prompt_tokens), PagedKV(SPEC, num_blocks), num_blocks, None, options)
+
+
+def _engine(model, paged: PagedKV, num_blocks: int, max_model_len: int | None, options: dict) -> Engine:
+    return Engine(
+        model,
+        paged,
+        EngineConfig(block_size=BLOCK, **options),
+        namespace(),
+        max_model_len=min(max_model_len or 4096, num_blocks * BLOCK),
+        vocab_size=VOCAB,
+        eos_token_ids=frozenset([EOS]),
+        tokenizer=ByteTokenizer(),
+    )
+
+
+@dataclass
+class Answer:
+    """All outputs of one sample, joined."""
+
+    token_ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    cache: CacheReport | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+def drive(engine: Engine, requests: list[Request], *, check: bool = True) -> dict[tuple[str, int], Answer]:
+    """Run requests to their end, checking the pool and the accounts at every step."""
+    for request in requests:
+        engine.submit(request)
+    answers: dict[tuple[str, int], Answer] = defaultdict(Answer)
+    idle = 0
+    while engine.has_work:
+        steps = engine.stats.steps
+        outputs = engine.step()
+        idle = 0 if engine.stats.steps > steps else idle + 1
+        assert idle < 100, "work is waiting, but nothing runs"
+        for output in outputs:
+            answer = answers[output.request_id, output.index]
+            assert answer.finish_reason is None, "nothing comes after the end"
+            answer.token_ids += output.token_ids
+            answer.pieces.append(output.text)
+            answer.finish_reason, answer.stop_reason = output.finish_reason, output.stop_reason
+            answer.cache = output.cache or answer.cache
+            answer.logprobs += output.logprobs or ()
+            answer.prompt_logprobs = output.prompt_logprobs or answer.prompt_logprobs
+        if check:
+            engine.pool.check()
+    assert engine.pool.num_free == engine.pool.num_blocks, "all blocks are free at idle"
+    for request in requests:
+        for index in range(request.params.n):
+            answer = answers[request.request_id, index]
+            assert answer.cache is not None and answer.cache.prompt_tokens == len(request.token_ids)
+            assert answer.cache.reused_tokens < len(request.token_ids)
+    return dict(answers)
+
+
+_numbers = iter(range(10**9))
+
+
+def request(token_ids: list[int], **params) -> Request:
+    """A greedy request that ignores the end token, unless told otherwise."""
+    options = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | params
+    return Request(f"test-{next(_numbers)}", tuple(token_ids), SamplingParams(**options))
+
+
+def ask(engine: Engine, token_ids: list[int], **params) -> Answer:
+    """One request, alone."""
+    one = request(token_ids, **params)
+    return drive(engine, [one])[one.request_id, 0]
+
+
+def words(seed: int, length: int) -> list[int]:
+    """A fixed prompt of exactly `length` tokens: W(n) of the replayed cases."""
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def oracle(token_ids: list[int], **params) -> Answer:
+    """The same engine, nothing cached, nobody else there."""
+    return ask(tiny_engine(prefix_cache=False), token_ids, **params)
