@@ -9,7 +9,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from queue import SimpleQueue
 from time import monotonic
 from types import TracebackType
@@ -28,6 +28,7 @@ Prompt = str | Sequence[int]
 Message = dict[str, Any]
 
 _ids = itertools.count()
+_PARAMS = tuple(f.name for f in fields(SamplingParams))
 
 
 @dataclass(slots=True)
@@ -120,8 +121,13 @@ class Collector:
             self._cache = output.cache
         self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
 
+    @property
+    def started(self) -> bool:
+        """Whether there is anything to show yet."""
+        return self._cache is not None
+
     def result(self) -> Result:
-        """Everything, once all outputs are in."""
+        """Everything that has come in; an answer cut short has no finish_reason."""
         assert self._cache is not None and self._first is not None
         tokens = sum(len(part.token_ids) for part in self.completions)
         longest = max(len(part.token_ids) for part in self.completions)
@@ -167,9 +173,20 @@ class _Model:
         """Token ids of a conversation, as the model's chat template writes it, up to where the answer begins."""
         return encode_chat(self.tokenizer, messages, tools)
 
+    def params(self, **params: Any) -> SamplingParams:
+        """Sampling parameters by name; raises RequestError for an unknown one or a wrong value."""
+        unknown = sorted(set(params) - set(_PARAMS))
+        if unknown:
+            raise RequestError(f"unknown parameter {', '.join(unknown)}; the parameters are {', '.join(_PARAMS)}")
+        return SamplingParams(**params)
+
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """A record for the engine, with an id of its own."""
         return Request(f"req-{next(_ids)}", self.encode(prompt), params)
+
+    def clear_cache(self) -> None:
+        """Forget every remembered prefix: the next prompt is computed from its first token."""
+        self.client.clear()
 
     def close(self) -> None:
         """Stop the engine and free its memory."""
@@ -191,18 +208,18 @@ class LLM(_Model):
     def generate(self, prompt: list[str] | list[list[int]], **params: Any) -> list[Result]: ...
     def generate(self, prompt: Any, **params: Any) -> Result | list[Result]:
         """Answer a prompt, or a list of prompts together; params are fields of SamplingParams."""
-        sampling = SamplingParams(**params)
+        sampling = self.params(**params)
         if _is_many(prompt):
             return self._collect([self.request(one, sampling) for one in prompt])
         return self._collect([self.request(prompt, sampling)])[0]
 
     def chat(self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, **params: Any) -> Result:
         """Answer a conversation: a list of {"role", "content"} messages, the last one to be answered."""
-        return self._collect([self.request(self.encode_chat(messages, tools), SamplingParams(**params))])[0]
+        return self._collect([self.request(self.encode_chat(messages, tools), self.params(**params))])[0]
 
     def stream(self, prompt: Prompt, **params: Any) -> Iterator[Output]:
         """Outputs as they come; leaving the loop early cancels the request."""
-        return self.client.stream(self.request(prompt, SamplingParams(**params)))
+        return self.client.stream(self.request(prompt, self.params(**params)))
 
     def _collect(self, requests: list[Request]) -> list[Result]:
         """Run requests together, never more of them at once than the engine's queue takes."""
@@ -240,7 +257,7 @@ class AsyncLLM(_Model):
 
     async def generate(self, prompt: Any, **params: Any) -> Result | list[Result]:
         """Answer a prompt, or a list of prompts together."""
-        sampling = SamplingParams(**params)
+        sampling = self.params(**params)
         if _is_many(prompt):
             return list(await asyncio.gather(*(self._collect(self.request(one, sampling)) for one in prompt)))
         return await self._collect(self.request(prompt, sampling))
@@ -249,11 +266,11 @@ class AsyncLLM(_Model):
         self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, **params: Any
     ) -> Result:
         """Answer a conversation."""
-        return await self._collect(self.request(self.encode_chat(messages, tools), SamplingParams(**params)))
+        return await self._collect(self.request(self.encode_chat(messages, tools), self.params(**params)))
 
     def stream(self, prompt: Prompt, **params: Any) -> AsyncIterator[Output]:
         """Outputs as they come."""
-        return self.client.stream_async(self.request(prompt, SamplingParams(**params)))
+        return self.client.stream_async(self.request(prompt, self.params(**params)))
 
     async def _collect(self, request: Request) -> Result:
         collector = Collector(request)

@@ -83,6 +83,11 @@ class EngineClient:
         self.engine.abort(request_id)
         self._wake.set()
 
+    def clear(self) -> None:
+        """Forget every remembered prefix before the next request runs; running answers go on."""
+        self.engine.clear()
+        self._wake.set()
+
     def stream(self, request: Request) -> Iterator[Output]:
         """Outputs as they come; leaving the loop early cancels the request."""
         queue: SimpleQueue[Output | EngineClosedError] = SimpleQueue()

@@ -46,6 +46,11 @@ class Abort:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Forget every remembered prefix; running answers go on."""
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counters since the engine was made; they only grow. Times in seconds."""
@@ -97,7 +102,7 @@ class Engine:
             prefix_cache=config.prefix_cache,
         )
         self.stats = EngineStats()
-        self.inbox: SimpleQueue[Request | Abort] = SimpleQueue()
+        self.inbox: SimpleQueue[Request | Abort | Clear] = SimpleQueue()
         self._sequences: dict[str, list[Sequence]] = {}
         self._seeds: dict[str, int] = {}
         self._arrivals = 0
@@ -130,6 +135,10 @@ class Engine:
         """Cancel a request; its blocks are free before the next step. Unknown ids are ignored."""
         self.inbox.put(Abort(request_id))
 
+    def clear(self) -> None:
+        """Forget every remembered prefix before the next step; running answers go on."""
+        self.inbox.put(Clear())
+
     @property
     def has_work(self) -> bool:
         """Whether step() has anything to do."""
@@ -155,6 +164,8 @@ class Engine:
                 return
             if isinstance(message, Abort):
                 self._abort(message.request_id)
+            elif isinstance(message, Clear):
+                self.pool.clear()
             else:
                 self._accept(message)
 

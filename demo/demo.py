@@ -1,0 +1,182 @@
+"""The main job, on a real model: `make demo`.
+
+1. Three questions about a long report, cold and then warm: what is reused, and what that saves.
+2. Four clients in a pool that holds barely two of them: answers stay the same.
+3. A token's price with the cache off and on, as the text grows.
+"""
+
+import json
+import sys
+from pathlib import Path
+from time import monotonic
+
+from plot import Series, draw_svg, draw_terminal, exponent
+from rich.console import Console
+from rich.table import Table
+
+from kvire import LLM
+from kvire.core.memory import format_size
+from kvire.llm import Result
+
+HERE = Path(__file__).parent
+LENGTHS = (64, 128, 256, 512, 1024, 2048)
+console = Console(highlight=False)
+
+
+def main() -> None:
+    started = monotonic()
+    with console.status("loading smollm2 (the first time, its weights are converted once)") as status:
+        llm = LLM("smollm2", progress=lambda stage, done, total: status.update(f"{stage}: {done / total:.0%}"))
+    with llm:
+        warm_and_cold(llm)
+        answers = alone(llm)
+    small_pool(answers)
+    cache_off_and_on()
+    console.print(f"\n[dim]The demo took {monotonic() - started:.0f} s.[/]")
+    console.print(
+        "\nServe it, or a model of your own (a transformers directory, a .gguf file or a hub id):\n"
+        "  [bold].venv/bin/kvire serve smollm2[/]\n"
+        "  [bold].venv/bin/kvire chat smollm2[/]\n"
+        "README.md says how each part is used."
+    )
+
+
+def warm_and_cold(llm: LLM) -> None:
+    console.rule("1. A long document, read once")
+    report = (HERE / "report.md").read_text(encoding="utf-8")
+    script = json.loads((HERE / "questions.json").read_text(encoding="utf-8"))
+    asked = [q for q in script["questions"] if q["demo"]]
+    table = Table("question", "")
+    for name in ("prompt", "reused", "TTFT", "TPOT", "tok/s", "KV"):
+        table.add_column(name, justify="right")
+    cold: dict[str, Result] = {}
+    for state in ("cold", "warm"):
+        for q in asked:
+            if state == "cold":
+                llm.clear_cache()
+            with console.status(f"{state}: {q['question']}"):
+                result = llm.chat(conversation(script["system"], report, q["question"]), max_tokens=40, temperature=0)
+            table.add_row(*row(llm, q["question"], state, result))
+            must(q["answer_contains"] in result.text, f"{q['question']} -> {result.text!r}")
+            if state == "cold":
+                cold[q["question"]] = result
+                must(result.usage.cached_tokens == 0, "cold means nothing reused")
+                console.print(f"[bold]{q['question']}[/]\n  {result.text.strip()}")
+            else:
+                must(result.token_ids == cold[q["question"]].token_ids, "warm and cold answers are the same")
+                must(result.usage.cached_tokens > 0, "warm means reused")
+    console.print(table)
+    console.print("Each warm answer is the cold one, token for token; the report was not read again.")
+
+
+def conversation(system: str | None, report: str, question: str) -> list[dict]:
+    head = [{"role": "system", "content": system}] if system else []
+    return [*head, {"role": "user", "content": f"Report:\n{report}\n\nQuestion: {question}"}]
+
+
+def row(llm: LLM, question: str, state: str, result: Result) -> list[str]:
+    usage, timing = result.usage, result.timing
+    kv_bytes = usage.total_tokens * llm.engine.paged.spec.bytes_per_token
+    return [
+        question,
+        state,
+        str(usage.prompt_tokens),
+        str(usage.cached_tokens),
+        f"{timing.ttft_s * 1e3:.0f} ms",
+        f"{timing.tpot_s * 1e3:.0f} ms",
+        f"{1 / timing.tpot_s:.1f}",
+        format_size(kv_bytes),
+    ]
+
+
+CLIENTS = (
+    "Write a short story about a lighthouse.",
+    "Explain how bread is made.",
+    "Describe a walk in the mountains.",
+    "What is a library good for?",
+)
+ANSWER_TOKENS = 96
+
+
+def alone(llm: LLM) -> list[list[int]]:
+    """Each client's answer with all the memory it wants."""
+    return [ask(llm, text) for text in CLIENTS]
+
+
+def ask(llm: LLM, text: str) -> list[int]:
+    messages = [{"role": "user", "content": text}]
+    return llm.chat(messages, max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True).token_ids
+
+
+def small_pool(answers: list[list[int]]) -> None:
+    console.rule("2. Four clients, a pool for barely two")
+    with console.status("four clients at once"), LLM("smollm2", kv_memory="14MiB", max_num_seqs=4) as llm:
+        prompts = [llm.encode_chat([{"role": "user", "content": text}]) for text in CLIENTS]
+        results = llm.generate([list(p) for p in prompts], max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True)
+        preemptions = llm.engine.scheduler.preemptions
+        pool_tokens = llm.engine.pool.num_blocks * llm.engine.pool.block_size
+    wanted = sum(len(p) + ANSWER_TOKENS for p in prompts)
+    must(preemptions > 0, "the pool was meant to be too small")
+    must([r.token_ids for r in results] == answers, "every answer is what it was with plenty of memory")
+    console.print(
+        f"The four need {wanted} tokens of KV, the pool holds {pool_tokens}. "
+        f"{preemptions} preemptions, every answer the same as alone, token for token."
+    )
+
+
+def cache_off_and_on() -> None:
+    console.rule("3. What one more token costs, with the cache off and on")
+    off, on = [], []
+    with console.status("measuring") as status, LLM("smollm2", kv_memory="256MiB") as llm:
+        ids = list(llm.encode((HERE / "report.md").read_text(encoding="utf-8")))
+        for n in LENGTHS:
+            status.update(f"{n} tokens")
+            on.append(step_with_cache(llm, ids[:n]))
+            off.append(step_without_cache(llm, ids[:n]))
+    series = [
+        Series("cache off, one token", LENGTHS, off),
+        Series("cache on, one token", LENGTHS, on),
+        Series("cache off, whole text", LENGTHS, cumulative(off)),
+        Series("cache on, whole text", LENGTHS, cumulative(on)),
+    ]
+    draw_terminal(console, series)
+    for s in series:
+        console.print(f"{s.name:<22} grows with length to the power {exponent(s):.2f}")
+    draw_svg(HERE / "cache_off_and_on.svg", series)
+    console.print(
+        "Off, each token means reading everything before it again: linear a token, quadratic a text. On, a token "
+        "reads its KV only. (Whole text: the measured steps, integrated over length.) demo/cache_off_and_on.svg"
+    )
+
+
+def step_without_cache(llm: LLM, ids: list[int]) -> float:
+    """Seconds to get the next token when every earlier one is computed again (best of two)."""
+    times = []
+    for _ in range(2):
+        llm.clear_cache()
+        times.append(llm.generate(ids, max_tokens=1, temperature=0).timing.ttft_s)
+    return min(times)
+
+
+def step_with_cache(llm: LLM, ids: list[int]) -> float:
+    """Seconds for the next token when the KV of all earlier ones is there (mean of eight, best of two)."""
+    runs = [llm.generate(ids, max_tokens=9, temperature=0, ignore_eos=True) for _ in range(2)]
+    return min(run.timing.tpot_s for run in runs)
+
+
+def cumulative(steps: list[float]) -> list[float]:
+    """Seconds to write the whole text: steps integrated over length, constant below the first point."""
+    total = [steps[0] * LENGTHS[0]]
+    for i in range(1, len(steps)):
+        total.append(total[-1] + (steps[i - 1] + steps[i]) / 2 * (LENGTHS[i] - LENGTHS[i - 1]))
+    return total
+
+
+def must(holds: bool, what: str) -> None:  # noqa: FBT001
+    if not holds:
+        console.print(f"[bold red]This does not hold:[/] {what}", markup=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

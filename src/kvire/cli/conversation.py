@@ -1,0 +1,62 @@
+"""A chat as data: its messages, how much context they take, and what dropping some would cost."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+WARN_SHARE = 0.8  # of the context, from which on the status line warns
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Messages, oldest first. llm: encodes them. reserve: tokens kept free for the next answer."""
+
+    llm: Any
+    system: str | None = None
+    reserve: int = 256
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all turns; the system message stays."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    @property
+    def limit(self) -> int:
+        """Tokens of prompt and answer together."""
+        return int(self.llm.max_model_len)
+
+    def encoded(self, messages: list[dict[str, Any]] | None = None) -> tuple[int, ...]:
+        """Token ids of the conversation up to where the next answer begins."""
+        ids: tuple[int, ...] = self.llm.encode_chat(self.messages if messages is None else messages)
+        return ids
+
+    def fits(self, messages: list[dict[str, Any]]) -> bool:
+        """Whether an answer of `reserve` tokens has room after these messages."""
+        return len(self.encoded(messages)) + self.reserve <= self.limit
+
+    def without_oldest_turns(self) -> tuple[list[dict[str, Any]], int, int]:
+        """(messages that fit, turns dropped, cached tokens lost) when the oldest turns go.
+
+        Everything after the first dropped turn moves, so its KV, though still remembered, no longer
+        follows the same prefix: it is computed again.
+        """
+        before = self.encoded()
+        head = [m for m in self.messages[:1] if m["role"] == "system"]
+        turns = self.messages[len(head) :]
+        dropped = 0
+        while len(turns) > 1 and not self.fits(head + turns):
+            turns = turns[_turn_length(turns) :]
+            dropped += 1
+        kept = head + turns
+        return kept, dropped, len(before) - _common_prefix(before, self.encoded(kept))
+
+
+def _turn_length(messages: list[dict[str, Any]]) -> int:
+    """Messages of the first turn: what the user said, and everything up to what they said next."""
+    return next((i for i, m in enumerate(messages) if i and m["role"] == "user"), len(messages) - 1)
+
+
+def _common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

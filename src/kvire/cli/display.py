@@ -1,0 +1,40 @@
+"""What people see while they wait, and numbers as they read them."""
+
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+console = Console(stderr=True, highlight=False)
+
+
+class LoadProgress:
+    """A bar on standard error per stage of work that takes long (kvire.models.progress says when)."""
+
+    def __init__(self) -> None:
+        self._bars = Progress(
+            TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=console, transient=True
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Draw nothing before the first call and after the last one: serving goes on for hours."""
+        if stage not in self._tasks:
+            self._bars.start()
+            self._tasks[stage] = self._bars.add_task(stage, total=total)
+        self._bars.update(self._tasks[stage], completed=done, total=total)
+        if done >= total:
+            self._bars.remove_task(self._tasks.pop(stage))
+        if not self._tasks:
+            self._bars.stop()
+
+
+def seconds(value: float) -> str:
+    """0.42 s, 12 ms."""
+    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"

@@ -1,0 +1,116 @@
+"""`kvire generate`: one prompt to one answer."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvire.cli import options as opt
+from kvire.cli.display import LoadProgress, console, seconds
+from kvire.core.errors import ConfigError
+
+
+def generate(
+    model: opt.Model,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; left out or -, it is read from standard input.", show_default=False)
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.", show_default=False)
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is, without the model's chat template.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print text, token ids, usage, cache and times as JSON.")] = False,
+    max_tokens: opt.MaxTokens = 256,
+    temperature: opt.Temperature = 0.0,
+    top_p: opt.TopP = 1.0,
+    top_k: opt.TopK = 0,
+    min_p: opt.MinP = 0.0,
+    seed: opt.Seed = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the answer before this text; may be repeated.", show_default=False)
+    ] = None,
+    kv_dtype: opt.KvDtype = "float32",
+    kv_memory: opt.KvMemory = "auto",
+    block_size: opt.BlockSize = 32,
+    prefix_cache: opt.PrefixCache = True,
+    max_model_len: opt.MaxModelLen = None,
+    attention: opt.Attention = "auto",
+) -> None:
+    """Answer one prompt, from the command line, a file or standard input.
+
+    The text is printed as it comes; a line on standard error says what was reused and how fast it was.
+    """
+    text = _read_prompt(prompt, file)
+    engine = opt.engine_options(locals())
+    sampling = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": tuple(stop or ()),
+    }
+    from kvire.llm import LLM, Collector  # noqa: PLC0415  (torch takes seconds; --help must not wait for it)
+
+    with LoadProgress() as progress:
+        llm = LLM(model, progress=progress, **engine)
+    with llm:
+        chat = not raw and getattr(llm.tokenizer, "chat_template", None)
+        ids = llm.encode_chat([{"role": "user", "content": text}]) if chat else llm.encode(text)
+        request = llm.request(ids, llm.params(**sampling))
+        collector = Collector(request)
+        for output in llm.client.stream(request):
+            collector.add(output)
+            if not as_json:
+                print(output.text, end="", flush=True)
+        result = collector.result()
+    if as_json:
+        print(json.dumps(_as_dict(result), ensure_ascii=False))
+        return
+    print(flush=True)
+    usage, timing = result.usage, result.timing
+    console.print(
+        f"[dim]{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} reused; "
+        f"first token after {seconds(timing.ttft_s)}, then {1 / timing.tpot_s if timing.tpot_s else 0:.1f} tok/s; "
+        f"{usage.completion_tokens} tokens, {result.finish_reason}[/]"
+    )
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    if file is not None:
+        if prompt is not None:
+            raise ConfigError("give the prompt either as an argument or with --file, not both")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {file}: {error}") from error
+    if prompt is not None and prompt != "-":
+        return prompt
+    if sys.stdin.isatty() and prompt is None:
+        raise ConfigError('give a prompt: kvire generate MODEL "text", --file FILE, or text on standard input')
+    return sys.stdin.read()
+
+
+def _as_dict(result: Any) -> dict[str, Any]:
+    return {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "usage": {
+            "prompt_tokens": result.usage.prompt_tokens,
+            "completion_tokens": result.usage.completion_tokens,
+            "total_tokens": result.usage.total_tokens,
+            "cached_tokens": result.usage.cached_tokens,
+        },
+        "cache": result.cache.as_dict(),
+        "timing": {
+            "ttft_s": result.timing.ttft_s,
+            "tpot_s": result.timing.tpot_s,
+            "total_s": result.timing.total_s,
+        },
+    }

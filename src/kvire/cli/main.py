@@ -1,0 +1,58 @@
+"""The `kvire` command."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from kvire.cli.chat import chat
+from kvire.cli.display import console
+from kvire.cli.generate import generate
+from kvire.cli.models import models
+from kvire.cli.serve import serve
+from kvire.core.errors import KvireError
+
+cli = typer.Typer(
+    name="kvire",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Run a language model whose KV cache is computed once, kept, and found again by exact token prefix.",
+)
+cli.command()(generate)
+cli.command()(chat)
+cli.command()(serve)
+cli.add_typer(models, name="models")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from kvire import __version__  # noqa: PLC0415  (reading it takes time that other commands need not spend)
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@cli.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """What holds for every command."""
+
+
+def app() -> None:
+    """Run the command; a mistake of the user's ends with a message and status 2, not with a traceback."""
+    try:
+        cli()
+    except KvireError as error:
+        console.print("[bold red]kvire:[/]", str(error), markup=True, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,81 @@
+"""`kvire models`: which models there are, and what is known of one without loading it."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvire.cli import options as opt
+from kvire.cli.display import LoadProgress
+from kvire.core.memory import format_size
+from kvire.models.catalog import ListedModel, ModelFacts, describe, list_models
+
+models = typer.Typer(no_args_is_help=True, help="List, fetch and describe models.")
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@models.command("ls")
+def ls(as_json: Json = False) -> None:
+    """Embedded models, installed or not, and every GGUF that was converted."""
+    found = list_models()
+    if as_json:
+        _print_json([asdict(model) for model in found])
+        return
+    table = Table("name", "state", "size", "about")
+    for model in found:
+        size = format_size(model.size_bytes) if model.size_bytes else ""
+        table.add_row(model.name, _state(model), size, model.about if model.installed else f"{model.about}: {model.install}")
+    Console().print(table)
+
+
+@models.command("show")
+def show(model: opt.Model, as_json: Json = False) -> None:
+    """Architecture, layers, context, weights, and bytes of KV per token, without loading the model."""
+    facts = describe(model)
+    if as_json:
+        _print_json(asdict(facts))
+        return
+    table = Table(show_header=False)
+    for name, value in _rows(facts):
+        table.add_row(name, value)
+    Console().print(table)
+
+
+@models.command("pull")
+def pull(model: opt.Model) -> None:
+    """Fetch or convert a model now, so that the first start is as fast as the next ones."""
+    from kvire.models.resolve import resolve  # noqa: PLC0415  (a conversion imports torch)
+
+    with LoadProgress() as progress:
+        path = resolve(model, progress=progress)
+    print(path)
+
+
+def _state(model: ListedModel) -> str:
+    if not model.installed:
+        return "not installed"
+    return "ready" if model.converted else "installed"
+
+
+def _rows(facts: ModelFacts) -> list[tuple[str, str]]:
+    rows = [("name", facts.name), ("path", str(facts.path)), ("architecture", facts.model_type)]
+    if not facts.supported:
+        return [*rows, ("supported", f"no: {facts.reason}")]
+    rows += [
+        ("supported", "yes"),
+        ("context", f"{facts.context_tokens} tokens"),
+        ("weights", f"{format_size(facts.weights_bytes)} on disk, {format_size(facts.memory_bytes)} in memory"),
+    ]
+    for group in facts.groups:
+        window = f", window of {group.window} tokens" if group.window else ""
+        widths = f"K {group.key_width} + V {group.value_width}"
+        rows.append((f"{group.kind} attention", f"{len(group.layers)} layers, {group.kv_heads} KV heads, {widths}{window}"))
+    per_token = ", ".join(f"{format_size(size)} in {dtype}" for dtype, size in facts.kv_bytes_per_token.items())
+    return [*rows, ("KV per token", per_token)]
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, default=str, indent=2, ensure_ascii=False))

@@ -1,0 +1,170 @@
+"""What `kvire models ls` and `kvire models show NAME` say: facts about models, without loading one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvire.core.errors import KvireError, ModelNotFoundError
+from kvire.core.spec import DTYPE_BYTES, KVGroup, KVSpec
+from kvire.models.checkpoint import open_checkpoint, read_config
+from kvire.models.embedded import EMBEDDED, EmbeddedModel, GgufSource, find_embedded
+from kvire.models.families import kv_groups, max_positions
+from kvire.models.gguf import ORIGIN, converted_folder, converted_models, find_converted, gguf_file
+from kvire.models.gguf_config import config_from_gguf
+from kvire.models.gguf_header import GgufHeader
+from kvire.models.gguf_tokenizer import check_tokenizer
+from kvire.models.hub import find_in_hub, is_hub_id
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """One line of `kvire models ls`.
+
+    source: "embedded" or "gguf". size_bytes: on disk, the converted directory if there is one, else the
+    GGUF; 0 when not installed. path: the converted directory. install: command that installs it.
+    """
+
+    name: str
+    source: str
+    installed: bool
+    converted: bool
+    size_bytes: int
+    path: Path | None = None
+    about: str = ""
+    install: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of one model without loading it.
+
+    supported: whether it can be served; if not, `reason` says why and what to do. groups is empty then.
+    weights_bytes: of the weight files. memory_bytes: of the weights in float32, as they are computed with.
+    kv_bytes_per_token: by dtype of the pool. context_tokens: the longest sequence it was made for.
+    converted: False for a GGUF that has not been converted yet.
+    """
+
+    name: str
+    path: Path
+    model_type: str
+    supported: bool
+    reason: str
+    layers: int
+    groups: tuple[KVGroup, ...]
+    kv_bytes_per_token: Mapping[str, int]
+    context_tokens: int
+    weights_bytes: int
+    memory_bytes: int
+    converted: bool = True
+
+
+def list_models() -> list[ListedModel]:
+    """The embedded models, installed or not, then every other GGUF converted into the cache folder."""
+    lines = [_embedded_line(model) for model in EMBEDDED.values()]
+    known = {line.path for line in lines}
+    for folder, origin in converted_models():
+        if folder not in known and origin.get("name") not in EMBEDDED:
+            about = f"converted from {origin.get('source', 'a GGUF')}"
+            lines.append(ListedModel(folder.name, "gguf", True, True, _size_bytes(folder), folder, about))
+    return lines
+
+
+def describe(name: str) -> ModelFacts:
+    """Facts about a model, named as for `resolve`; converts and downloads nothing, imports no torch.
+
+    A model that is there but refused is described too, with the reason. Raises ModelNotFoundError.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _of_directory(name, path)
+    if path.is_file() and path.suffix == ".gguf":
+        return _of_gguf(name, gguf_file(path))
+    if (embedded := EMBEDDED.get(name)) is not None:
+        return _of_gguf(name, find_embedded(embedded))
+    if is_hub_id(name):
+        return _of_directory(name, find_in_hub(name, download=False))
+    if (folder := find_converted(name)) is not None:
+        return _of_directory(name, folder)
+    raise ModelNotFoundError(f"no model {name!r} here: see kvire models ls")
+
+
+def _embedded_line(model: EmbeddedModel) -> ListedModel:
+    try:
+        source = find_embedded(model)
+    except ModelNotFoundError:
+        return ListedModel(model.name, "embedded", False, False, 0, None, model.about, model.install)
+    folder = converted_folder(source)
+    converted = folder.is_dir()
+    return ListedModel(
+        name=model.name,
+        source="embedded",
+        installed=True,
+        converted=converted,
+        size_bytes=_size_bytes(folder) if converted else source.size_bytes,
+        path=folder if converted else None,
+        about=model.about,
+        install=model.install,
+    )
+
+
+def _of_directory(name: str, path: Path) -> ModelFacts:
+    config = read_config(path)
+    try:
+        checkpoint = open_checkpoint(path)
+        return _facts(name, path, config, checkpoint.weights_bytes, 4 * checkpoint.parameters())
+    except KvireError as error:
+        return _refused(name, path, str(config.get("model_type", "unknown")), str(error))
+
+
+def _of_gguf(name: str, source: GgufSource) -> ModelFacts:
+    """The converted directory if it is there; else from the header, which is in one piece only in a whole file."""
+    folder = converted_folder(source)
+    if (folder / ORIGIN).is_file():
+        return _of_directory(name, folder)
+    if len(source.files) > 1:
+        reason = f"not converted yet, so little is known: kvire models pull {name}"
+        return _refused(name, source.files[0], "unknown", reason, source.size_bytes, converted=False)
+    return _of_header(name, source)
+
+
+def _of_header(name: str, source: GgufSource) -> ModelFacts:
+    path = source.files[0]
+    kind = "unknown"
+    try:
+        header = GgufHeader(path)
+        kind = header.architecture or kind
+        config = config_from_gguf(header)
+        check_tokenizer(header)
+    except KvireError as error:
+        return _refused(name, path, kind, str(error), source.size_bytes, converted=False)
+    memory = 4 * sum(int(tensor.n_elements) for tensor in header.tensors.values())
+    return _facts(name, path, config, source.size_bytes, memory, converted=False)
+
+
+def _facts(
+    name: str, path: Path, config: Mapping[str, Any], weights: int, memory: int, *, converted: bool = True
+) -> ModelFacts:
+    groups = kv_groups(config)
+    return ModelFacts(
+        name=name,
+        path=path,
+        model_type=config["model_type"],
+        supported=True,
+        reason="",
+        layers=sum(len(group.layers) for group in groups),
+        groups=groups,
+        kv_bytes_per_token={dtype: KVSpec(groups, dtype).bytes_per_token for dtype in DTYPE_BYTES},
+        context_tokens=max_positions(config),
+        weights_bytes=weights,
+        memory_bytes=memory,
+        converted=converted,
+    )
+
+
+def _refused(name: str, path: Path, kind: str, reason: str, weights: int = 0, *, converted: bool = True) -> ModelFacts:
+    return ModelFacts(name, path, kind, False, reason, 0, (), {}, 0, weights, 0, converted)
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())

@@ -1,0 +1,210 @@
+"""A GGUF becomes a transformers directory, once, in the user's cache folder.
+
+    models/<name>-<digest>/     complete: it came into being by one rename
+    models/.partial-<same>/     being written; left behind only by a process that was killed
+    models/.lock-<same>         held (flock) by whoever writes; the kernel lets go when that process dies
+
+Two processes at once: one converts, the other waits for the lock and finds the result. What lies in a
+partial folder while nobody holds its lock is rubbish, and the next conversion removes it.
+"""
+
+import fcntl
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from kvire.core.errors import ConfigError, ModelNotFoundError
+from kvire.core.memory import format_size
+from kvire.models.cache_folder import models_folder, sync_folder, sync_tree, write_json
+from kvire.models.embedded import GgufSource
+from kvire.models.families import kv_groups
+from kvire.models.fingerprint import CHUNK_BYTES, file_digest
+from kvire.models.gguf_config import ConfigFields, config_from_gguf
+from kvire.models.gguf_header import GgufHeader
+from kvire.models.gguf_tokenizer import check_tokenizer, tokenizer_from_gguf
+from kvire.models.gguf_weights import converted_bytes, tensor_places, write_weights
+from kvire.models.progress import Progress, silent
+
+CONVERTER = 1  # raise it when the result of a conversion changes: older results are then left aside
+ORIGIN = "kvire.json"  # in a converted directory: where it came from
+SPARE_BYTES = 64 << 20  # tokenizer, config and what the file system needs
+
+
+def gguf_file(path: Path, progress: Progress = silent) -> GgufSource:
+    """The source for a .gguf that the user names; reads it once to know its digest."""
+    if not path.is_file():
+        raise ModelNotFoundError(f"there is no file {path}")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.") or "model"
+    return GgufSource(name, (path,), file_digest(path, progress))
+
+
+def converted_folder(source: GgufSource) -> Path:
+    """Where the converted model lies, or will lie. Its name holds the digest of content and converter."""
+    digest = sha256(f"kvire gguf {CONVERTER} {source.sha256}".encode()).hexdigest()
+    return models_folder() / f"{source.name}-{digest[:16]}"
+
+
+def convert(source: GgufSource, progress: Progress = silent) -> Path:
+    """The converted directory; made now if it is not there yet.
+
+    Raises UnsupportedModelError for what is not converted (before any weight is read), ConfigError when
+    the cache folder has no room, ModelNotFoundError when the file is not the one it should be.
+    """
+    target = converted_folder(source)
+    if target.is_dir():
+        return target
+    try:
+        return _convert_into(target, source, progress)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"converting {source.name} into {target.parent} failed: {error}. If that folder cannot be written or is "
+            "full, set KVIRE_CACHE_DIR to another."
+        ) from error
+
+
+def _convert_into(target: Path, source: GgufSource, progress: Progress) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_rubbish(target.parent)
+    with _only_writer(target, progress):
+        if target.is_dir():  # someone else finished it while we waited
+            return target
+        partial = _partial(target)
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir()
+            _write_model(source, partial, progress)
+            sync_tree(partial)
+            partial.rename(target)
+            sync_folder(target.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def converted_models() -> Iterator[tuple[Path, dict[str, str]]]:
+    """Every complete conversion in the cache folder, with its origin {name, source, sha256}."""
+    for folder in sorted(models_folder().glob("[!.]*-*")):
+        if (origin := read_origin(folder)) is not None:
+            yield folder, origin
+
+
+def read_origin(folder: Path) -> dict[str, str] | None:
+    """Where a converted directory came from: {name, source, sha256}; None: it is not a conversion of ours."""
+    try:
+        origin = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return {key: str(value) for key, value in origin.items()} if isinstance(origin, dict) else None
+
+
+def find_converted(name: str) -> Path | None:
+    """The conversion whose folder has this name, as `kvire models ls` lists it; None: there is none."""
+    return next((folder for folder, _ in converted_models() if folder.name == name), None)
+
+
+def _write_model(source: GgufSource, folder: Path, progress: Progress) -> None:
+    """Fill `folder` with config, tokenizer and weights. What may be refused comes before what takes long."""
+    path = _whole_file(source, folder, progress)
+    progress("reading the GGUF header", 0, 1)
+    header = GgufHeader(path)
+    config = config_from_gguf(header)
+    kv_groups(config)  # refuses families
+    check_tokenizer(header)
+    places = tensor_places(config, header)
+    _need_room(folder, converted_bytes(places, header))
+    write_weights(folder, config, header, places, progress)
+    progress("building the tokenizer", 0, 1)
+    tokenizer_from_gguf(path, header).save_pretrained(folder)
+    _write_configs(folder, config)
+    origin = {
+        "name": source.name,
+        "source": str(source.files[0]),
+        "sha256": source.sha256,
+        "converter": CONVERTER,
+    }
+    write_json(folder / ORIGIN, origin)
+    header.close()
+    if path.parent == folder:
+        path.unlink()
+
+
+def _whole_file(source: GgufSource, folder: Path, progress: Progress) -> Path:
+    """The GGUF in one piece, with the digest it should have; pieces are joined inside `folder`."""
+    if len(source.files) == 1:
+        path, digest = source.files[0], file_digest(source.files[0], progress)
+    else:
+        _need_room(folder, source.size_bytes)
+        path = folder / "joined.gguf"
+        digest = _join(source, path, progress)
+    if digest != source.sha256:
+        repair = f" Install it again: {source.if_damaged}" if source.if_damaged else ""
+        raise ModelNotFoundError(
+            f"{source.files[0]} is not the file it should be (SHA-256 {digest}, expected {source.sha256}).{repair}"
+        )
+    return path
+
+
+def _join(source: GgufSource, path: Path, progress: Progress) -> str:
+    """Write the pieces one after the other; the SHA-256 of the whole."""
+    digest, done, total = sha256(), 0, source.size_bytes
+    with path.open("wb") as out:
+        for piece in source.files:
+            with piece.open("rb") as part:
+                while chunk := part.read(CHUNK_BYTES):
+                    digest.update(chunk)
+                    out.write(chunk)
+                    done += len(chunk)
+                    progress("joining the parts", done, max(total, done))
+    return digest.hexdigest()
+
+
+def _write_configs(folder: Path, config: ConfigFields) -> None:
+    write_json(folder / "config.json", config)
+    special = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    write_json(folder / "generation_config.json", {k: v for k, v in special.items() if v is not None})
+
+
+def _need_room(folder: Path, size_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if size_bytes + SPARE_BYTES > free:
+        raise ConfigError(
+            f"converting needs {format_size(size_bytes + SPARE_BYTES)} in {folder.parent}, and {format_size(free)} "
+            "are free. Make room, or set KVIRE_CACHE_DIR to a folder on another disk."
+        )
+
+
+def _partial(target: Path) -> Path:
+    return target.parent / f".partial-{target.name}"
+
+
+def _lock_file(target: Path) -> Path:
+    return target.parent / f".lock-{target.name}"
+
+
+@contextmanager
+def _only_writer(target: Path, progress: Progress) -> Iterator[None]:
+    """Hold the target's lock. The file stays: removing it would let two processes hold two locks."""
+    with _lock_file(target).open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(f"another process is converting {target.name}: waiting", 0, 1)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_rubbish(folder: Path) -> None:
+    """Delete partial folders whose writer is gone."""
+    for partial in folder.glob(".partial-*"):
+        with (folder / f".lock-{partial.name.removeprefix('.partial-')}").open("ab") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue  # its writer lives
+            shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,67 @@
+"""The tokenizer of a GGUF, as the model's own tokenizer.json would make it.
+
+transformers builds it from the vocabulary and merges; two things it leaves out are put right here, since
+a tokenizer that is nearly right gives other tokens, and nothing would say so. Vocabularies whose rules
+are not known here are refused.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import normalizers, pre_tokenizers
+
+from kvire.core.errors import UnsupportedModelError
+from kvire.models.gguf_header import GgufHeader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# tokenizer.ggml.pre of the byte-level vocabularies whose splitting rules are known (llama.cpp names them;
+# the rules are those of the models' own tokenizer.json).
+LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+QWEN2 = ("qwen2", "deepseek-r1-qwen")
+SMOLLM = ("smollm",)
+
+
+def check_tokenizer(header: GgufHeader) -> None:
+    """Raise UnsupportedModelError unless the tokenizer is of a kind that is known to come out right."""
+    model, splitting = header.get("tokenizer.ggml.model"), header.get("tokenizer.ggml.pre")
+    if not header.count("tokenizer.ggml.tokens"):
+        raise UnsupportedModelError("the GGUF has no vocabulary: it is damaged, or only a part of a model")
+    known = (*LLAMA3, *QWEN2, *SMOLLM)
+    if model == "gpt2" and splitting not in known:
+        raise UnsupportedModelError(
+            f"the GGUF splits text by the rules {splitting!r}, which are not known here (known: {', '.join(known)}). "
+            "Use the model's safetensors checkpoint, which brings its tokenizer."
+        )
+    if model not in ("gpt2", "llama"):
+        raise UnsupportedModelError(f"tokenizer {model!r} in a GGUF is not supported: use the safetensors checkpoint")
+
+
+def tokenizer_from_gguf(path: Path, header: GgufHeader) -> "PreTrainedTokenizerFast":
+    """A tokenizer that save_pretrained can write. path: the GGUF that `header` was read from."""
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - imports torch
+
+    splitting = header.get("tokenizer.ggml.pre")
+    options: dict[str, Any] = {}
+    if splitting in LLAMA3 and header.get("tokenizer.ggml.add_bos_token") is None:
+        options["add_bos_token"] = True  # older files leave it out; the models were trained with it
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name, **options)
+    _complete_rules(tokenizer.backend_tokenizer, splitting)
+    return tokenizer
+
+
+def _complete_rules(backend: Any, splitting: str | None) -> None:
+    """Set what the GGUF names only by a word, and transformers leaves at GPT-2's rules."""
+    if splitting in SMOLLM:
+        # Digits one by one before GPT-2's split: "  5" is two spaces and 5, not a space and " 5".
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+    elif splitting in QWEN2:
+        backend.normalizer = normalizers.NFC()
+    elif splitting in LLAMA3:
+        backend.model.ignore_merges = True  # a word that is in the vocabulary is one token

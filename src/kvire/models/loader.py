@@ -1,0 +1,198 @@
+"""A transformers directory becomes a model in memory, with all that the engine needs to know of it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers import logging as transformers_logging
+
+from kvire.core.errors import ConfigError, UnsupportedModelError
+from kvire.core.memory import available_bytes, format_size
+from kvire.core.spec import DTYPE_BYTES, KVGroup
+from kvire.models.checkpoint import Checkpoint, open_checkpoint
+from kvire.models.families import kv_groups, max_positions
+from kvire.models.fingerprint import config_digest, weights_digest
+from kvire.models.progress import LateProgress, Progress, silent
+from kvire.models.resolve import model_name
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, and its identity.
+
+    model: the unmodified transformers class, in eval mode, without gradients. groups: what its layers
+    keep per token. max_positions: longest sequence in tokens. eos_token_ids: all tokens that end an
+    answer, ascending. weights_digest, config_digest: hex, see fingerprint.py. weights_bytes: of the
+    weights in memory.
+    """
+
+    name: str
+    path: Path
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    config: PreTrainedConfig
+    groups: tuple[KVGroup, ...]
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+    weights_digest: str
+    config_digest: str
+    weights_bytes: int
+
+
+def load(
+    path: Path, *, dtype: str = "float32", name: str | None = None, progress: Progress | None = None
+) -> LoadedModel:
+    """Load a directory from `resolve`. dtype: what is computed in, whatever the files are stored in. name: what
+    people call the model, by default as `resolve.model_name` finds it.
+
+    Raises UnsupportedModelError (refused, or files that do not make up the model), ConfigError (dtype
+    unknown, or not enough memory).
+    """
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+    report = LateProgress(progress) if progress is not None else silent
+    checkpoint = open_checkpoint(path)
+    kv_groups(checkpoint.config)  # refuses before any class of the model is imported
+    config = _load_config(path)
+    groups = kv_groups(config)
+    identity = config_digest(config.to_dict())
+    _need_memory(checkpoint, dtype)
+    weights, model = _load_as_digested(checkpoint, config, dtype, report)
+    _check_groups(model, groups)
+    tokenizer = _load_tokenizer(path)
+    return LoadedModel(
+        name=name or model_name(path),
+        path=path,
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        groups=groups,
+        max_positions=max_positions(config),
+        eos_token_ids=_eos_token_ids(path, config, tokenizer),
+        weights_digest=weights,
+        config_digest=identity,
+        weights_bytes=sum(tensor.numel() * tensor.element_size() for tensor in model.parameters()),
+    )
+
+
+def _load_as_digested(
+    checkpoint: Checkpoint, config: PreTrainedConfig, dtype: str, report: Progress
+) -> tuple[str, PreTrainedModel]:
+    """Digest of the weights, and the model with exactly these weights."""
+    before = _stamps(checkpoint)
+    digest = weights_digest(checkpoint.shards, report)
+    model = _load_model(checkpoint.path, config, dtype)
+    if _stamps(checkpoint) != before:
+        raise UnsupportedModelError(f"{checkpoint.path} was being written while it was loaded: start again")
+    return digest, model
+
+
+def _stamps(checkpoint: Checkpoint) -> list[tuple[int, int, int, int]]:
+    statuses = [shard.stat() for shard in checkpoint.shards]
+    return [(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns) for status in statuses]
+
+
+def _load_config(path: Path) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the config classes validate with exceptions of many kinds
+        raise UnsupportedModelError(f"{path / 'config.json'} is not valid for its family: {error}") from error
+
+
+def _need_memory(checkpoint: Checkpoint, dtype: str) -> None:
+    needed, free = checkpoint.parameters() * DTYPE_BYTES[dtype], available_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"{checkpoint.path.name} needs {format_size(needed)} for its weights in {dtype}, and {format_size(free)} "
+            "of memory are available. Take a smaller model, or free memory."
+        )
+
+
+def _load_model(path: Path, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
+    """The class with its weights. A checkpoint that lacks weights, or has others, is another model: refused.
+
+    Weights stored in `dtype` are mapped from their files, not copied: replace a model's files by renaming
+    new ones into place, never by writing into them while the model runs.
+    """
+    with _quiet_transformers():  # its report on keys is the exception raised below
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # told apart below, instead of raised without names
+            output_loading_info=True,
+        )
+    for kind, meaning in (
+        ("missing_keys", "lacks weights that the model needs"),
+        ("unexpected_keys", "has weights that the model has no place for"),
+        ("mismatched_keys", "has weights of other shapes than config.json says"),
+        ("error_msgs", "could not be loaded"),
+    ):
+        if names := sorted(map(str, found.get(kind) or ())):
+            raise UnsupportedModelError(f"{path} {meaning}: {', '.join(names[:5])}. Its files do not belong together.")
+    return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    verbosity, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bar:
+            transformers_logging.enable_progress_bar()
+
+
+def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModelError(f"{path} has no tokenizer that transformers can load: {error}") from error
+
+
+def _check_groups(model: PreTrainedModel, groups: Sequence[KVGroup]) -> None:
+    """Hold the groups against the layers as built: a wrong window would give wrong answers without a sound."""
+    for layer, group in ((layer, each) for each in groups for layer in each.layers):
+        attention = model.model.layers[layer].self_attn
+        if (window := _window_of(attention, model.config.model_type)) != group.window:
+            raise UnsupportedModelError(f"layer {layer} looks back {window} tokens, config.json says {group.window}")
+        if (projection := getattr(attention, "k_proj", None)) is not None:
+            width = group.kv_heads * group.key_width
+            assert projection.out_features == width, f"layer {layer}: K is {projection.out_features}, not {width}"
+
+
+def _window_of(attention: Any, model_type: str) -> int | None:
+    """Mistral's attention reads its window from the config at every call; the others keep it, or have none."""
+    window: int | None
+    window = attention.config.sliding_window if model_type == "mistral" else getattr(attention, "sliding_window", None)
+    return window
+
+
+def _eos_token_ids(path: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Whatever any of the three files says ends an answer: checkpoints often update only one of them."""
+    found: set[int] = set()
+    generation = path / "generation_config.json"
+    sources = [config.eos_token_id, tokenizer.eos_token_id]
+    if generation.is_file():
+        sources.append(GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id)
+    for value in sources:
+        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return tuple(sorted(found))

