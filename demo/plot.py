@@ -58,7 +58,8 @@ def draw_svg(path: Path, all_series: Sequence[Series]) -> None:
         return across, HEIGHT - BOTTOM - _share(y, low_y, high_y) * (HEIGHT - TOP - BOTTOM)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"',
+        ' font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
     ]
     for power in range(math.ceil(math.log10(low_y)), math.floor(math.log10(high_y)) + 1):
@@ -68,7 +69,9 @@ def draw_svg(path: Path, all_series: Sequence[Series]) -> None:
     for x in all_series[0].x:
         at, _ = place(x, low_y)
         parts.append(f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{x:g}</text>')
-    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">tokens before it</text>')
+    parts.append(
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">tokens before it</text>'
+    )
     for colour, series in zip(COLOURS, all_series, strict=False):
         points = [place(x, y) for x, y in zip(series.x, series.y, strict=True)]
         line = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
+from kvire.attention.reference import PortableAttention
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvire.attention.paged_cache import PagedCache, PagedModel
-from kvire.attention.reference import PortableAttention
 from kvire.cache.batch import Batch
 from kvire.cache.paged import PagedKV
 from kvire.core.config import EngineConfig
@@ -28,7 +28,7 @@ BLOCK = 16
 class ByteTokenizer:
     """One token per byte of UTF-8."""
 
-    def decode(self, ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) -> str:
+    def decode(self, ids, **_: bool) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def encode(self, text: str) -> list[int]:

@@ -42,6 +42,12 @@ class PagedKV:
                 start += k_elements
                 self._v[layer] = _heads(slab[:, start : start + v_elements], spec.block_size, group.kv_heads)
 
+    def close(self) -> None:
+        """Give the memory back now, not when the garbage collector finds the cycle of model and cache."""
+        self.slabs.clear()
+        self._k.clear()
+        self._v.clear()
+
     @property
     def nbytes(self) -> int:
         """Bytes of all slabs."""

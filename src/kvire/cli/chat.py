@@ -133,7 +133,8 @@ class Terminal:
         console.print(
             f"[dim]context {context}/{limit} tokens, KV {format_size(context * self._bytes_per_token())}, "
             f"reused {result.usage.cached_tokens} of {result.usage.prompt_tokens}, "
-            f"first token {seconds(result.timing.ttft_s)}, {speed:.1f} tok/s[/]"
+            f"first token {seconds(result.timing.ttft_s)}, {speed:.1f} tok/s[/]",
+            soft_wrap=True,
         )
         if context >= WARN_SHARE * limit:
             console.print(f"[yellow]{context / limit:.0%} of the context is used; /new starts over.[/]")
@@ -148,7 +149,8 @@ class Terminal:
         kept, dropped, lost = talk.without_oldest_turns()
         console.print(
             f"[yellow]The context of {talk.limit} tokens is full.[/] Dropping the {dropped} oldest turns would cost "
-            f"{lost} cached tokens, which are computed again."
+            f"{lost} cached tokens, which are computed again.",
+            soft_wrap=True,
         )
         while True:
             console.print(LIMIT_CHOICES, markup=False, end=" ")
@@ -183,4 +185,5 @@ class Terminal:
                 f"reused {result.usage.cached_tokens:>6}, first token {seconds(result.timing.ttft_s):>8}, "
                 f"{seconds(result.timing.tpot_s):>7} per token",
                 markup=False,
+                soft_wrap=True,
             )

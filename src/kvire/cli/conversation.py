@@ -37,16 +37,16 @@ class Conversation:
         return len(self.encoded(messages)) + self.reserve <= self.limit
 
     def without_oldest_turns(self) -> tuple[list[dict[str, Any]], int, int]:
-        """(messages that fit, turns dropped, cached tokens lost) when the oldest turns go.
+        """(messages left, turns dropped, cached tokens lost) when the oldest turns go.
 
-        Everything after the first dropped turn moves, so its KV, though still remembered, no longer
-        follows the same prefix: it is computed again.
+        Everything after the first dropped turn moves: its KV no longer follows the same prefix and is
+        computed again. To pay that price seldom, turns go until half of the context is free.
         """
         before = self.encoded()
         head = [m for m in self.messages[:1] if m["role"] == "system"]
         turns = self.messages[len(head) :]
         dropped = 0
-        while len(turns) > 1 and not self.fits(head + turns):
+        while len(turns) > 1 and len(self.encoded(head + turns)) + self.reserve > self.limit // 2:
             turns = turns[_turn_length(turns) :]
             dropped += 1
         kept = head + turns

@@ -15,7 +15,8 @@ from kvire.core.errors import ConfigError
 def generate(
     model: opt.Model,
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; left out or -, it is read from standard input.", show_default=False)
+        str | None,
+        typer.Argument(help="The prompt; left out or -, it is read from standard input.", show_default=False),
     ] = None,
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.", show_default=False)
@@ -23,7 +24,9 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it is, without the model's chat template.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print text, token ids, usage, cache and times as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print text, token ids, usage, cache and times as JSON.")
+    ] = False,
     max_tokens: opt.MaxTokens = 256,
     temperature: opt.Temperature = 0.0,
     top_p: opt.TopP = 1.0,
@@ -77,7 +80,8 @@ def generate(
     console.print(
         f"[dim]{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} reused; "
         f"first token after {seconds(timing.ttft_s)}, then {1 / timing.tpot_s if timing.tpot_s else 0:.1f} tok/s; "
-        f"{usage.completion_tokens} tokens, {result.finish_reason}[/]"
+        f"{usage.completion_tokens} tokens, {result.finish_reason}[/]",
+        soft_wrap=True,
     )
 
 

@@ -27,7 +27,9 @@ def ls(as_json: Json = False) -> None:
     table = Table("name", "state", "size", "about")
     for model in found:
         size = format_size(model.size_bytes) if model.size_bytes else ""
-        table.add_row(model.name, _state(model), size, model.about if model.installed else f"{model.about}: {model.install}")
+        table.add_row(
+            model.name, _state(model), size, model.about if model.installed else f"{model.about}: {model.install}"
+        )
     Console().print(table)
 
 
@@ -72,7 +74,9 @@ def _rows(facts: ModelFacts) -> list[tuple[str, str]]:
     for group in facts.groups:
         window = f", window of {group.window} tokens" if group.window else ""
         widths = f"K {group.key_width} + V {group.value_width}"
-        rows.append((f"{group.kind} attention", f"{len(group.layers)} layers, {group.kv_heads} KV heads, {widths}{window}"))
+        rows.append(
+            (f"{group.kind} attention", f"{len(group.layers)} layers, {group.kv_heads} KV heads, {widths}{window}")
+        )
     per_token = ", ".join(f"{format_size(size)} in {dtype}" for dtype, size in facts.kv_bytes_per_token.items())
     return [*rows, ("KV per token", per_token)]
 

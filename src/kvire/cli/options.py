@@ -18,7 +18,8 @@ KvDtype = Annotated[
     typer.Option(help="What the pool keeps: float32, float16 (half the bytes) or bfloat16.", rich_help_panel=_ENGINE),
 ]
 KvMemory = Annotated[
-    str, typer.Option(help="Size of the KV pool, such as 2GiB; auto takes half of what is free.", rich_help_panel=_ENGINE)
+    str,
+    typer.Option(help="Size of the KV pool, such as 2GiB; auto takes half of what is free.", rich_help_panel=_ENGINE),
 ]
 BlockSize = Annotated[int, typer.Option(help="Tokens per block, the granularity of reuse.", rich_help_panel=_ENGINE)]
 PrefixCache = Annotated[
@@ -41,7 +42,8 @@ Attention = Annotated[
 _SAMPLING = "Sampling"
 MaxTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.", rich_help_panel=_SAMPLING)]
 Temperature = Annotated[
-    float, typer.Option(help="0 always takes the likeliest token; 1 samples as the model says.", rich_help_panel=_SAMPLING)
+    float,
+    typer.Option(help="0 always takes the likeliest token; 1 samples as the model says.", rich_help_panel=_SAMPLING),
 ]
 TopP = Annotated[
     float, typer.Option(help="Keep the likeliest tokens that hold this much probability.", rich_help_panel=_SAMPLING)

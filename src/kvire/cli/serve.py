@@ -10,7 +10,9 @@ from kvire.cli.display import LoadProgress, console
 
 def serve(
     model: opt.Model,
-    host: Annotated[str, typer.Option(help="Address to listen on; one that others can reach needs an API key.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; one that others can reach needs an API key.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     api_key: Annotated[
         list[str] | None,
@@ -50,4 +52,10 @@ def serve(
         request_timeout_s=request_timeout,
     )
     with LoadProgress() as progress:
-        run(model, options, progress=progress, say=lambda line: console.print(line, markup=False, soft_wrap=True), **engine)
+        run(
+            model,
+            options,
+            progress=progress,
+            say=lambda line: console.print(line, markup=False, soft_wrap=True),
+            **engine,
+        )

@@ -20,7 +20,7 @@ class EngineConfig:
     requests. max_model_len: longest prompt + answer, at most what the model was made for; by default
     that, or what the pool holds if it is less. max_batch_tokens: tokens computed in one step.
     max_num_seqs: sequences running at once. max_queue: requests waiting at most. attention: auto,
-    native or portable. seed: where a request names none, sampling starts from this.
+    native or portable.
     """
 
     kv_dtype: str = "float32"
@@ -32,7 +32,6 @@ class EngineConfig:
     max_num_seqs: int = 32
     max_queue: int = 256
     attention: str = "auto"
-    seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.kv_dtype not in DTYPE_BYTES:

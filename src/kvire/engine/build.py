@@ -58,10 +58,11 @@ class MemoryPlan:
         return cls(num_blocks, min(wanted_len, capacity), num_blocks * block_bytes)
 
 
-def build_engine(
-    name: str, config: EngineConfig, progress: Progress | None = None
-) -> tuple[Engine, LoadedModel]:
-    """Find, load and wire up a model; computes in float32. Raises ModelNotFoundError, UnsupportedModelError or ConfigError."""
+def build_engine(name: str, config: EngineConfig, progress: Progress | None = None) -> tuple[Engine, LoadedModel]:
+    """Find, load and wire up a model; computes in float32.
+
+    Raises ModelNotFoundError, UnsupportedModelError or ConfigError.
+    """
     loaded = load(resolve(name, progress=progress), name=name, progress=progress)
     spec = KVSpec(loaded.groups, config.kv_dtype, config.block_size)
     plan = MemoryPlan.measure(config, spec, loaded.max_positions, available_bytes())

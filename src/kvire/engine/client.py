@@ -42,12 +42,13 @@ class EngineClient:
         return self
 
     def close(self) -> None:
-        """Stop after the current step; requests in flight end with EngineClosedError. Idempotent."""
+        """Stop after the current step and free the pool; requests in flight end with EngineClosedError. Idempotent."""
         self._stopping = True
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
         self._fail(EngineClosedError("the engine was closed"))
+        self.engine.paged.close()
 
     def __enter__(self) -> Self:
         return self.start()

@@ -13,15 +13,16 @@ MAX_LOGIT_BIAS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are chosen, and where it ends.
+    """How one request's tokens are chosen, and where its answer ends.
 
-    temperature 0 is greedy. top_k 0 and top_p 1 keep everything; min_p keeps tokens at least that
-    share of the likeliest. repetition_penalty divides (multiplies) the logits of tokens in prompt and
-    answer; presence and frequency penalties are subtracted for tokens of the answer only, once or per
-    occurrence. logit_bias is added by token id. seed: with it, an answer is the same whatever else
-    runs. stop: strings, never part of the answer; stop_token_ids: end the answer and are part of its
-    ids. logprobs: how many likeliest tokens to report beside each chosen one, None for none at all;
-    they are of the raw model, before penalties and temperature. prompt_logprobs: the same for the
+    max_tokens: longest answer. temperature: 0 is greedy. top_k, top_p: keep the likeliest; 0 and 1 keep
+    everything. min_p: keep tokens at least that share of the likeliest. repetition_penalty: divides
+    (multiplies) positive (negative) logits of tokens in prompt and answer. presence_penalty,
+    frequency_penalty: subtracted from tokens of the answer, once or per occurrence. logit_bias: added by
+    token id. seed: with it, an answer is the same whatever else runs. stop: strings that end the answer and
+    are no part of it. stop_token_ids: end the answer and are its last id. ignore_eos: go on past the
+    model's end tokens. logprobs: how many likeliest tokens to list beside each chosen one (None: no
+    logprobs), of the raw model before penalties and temperature. prompt_logprobs: the same for the
     prompt. n: answers to the same prompt.
     """
 

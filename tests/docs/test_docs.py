@@ -1,0 +1,66 @@
+"""The docs are true: examples run, every command, option and parameter is described."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from kvire.cli.main import cli
+from kvire.core.config import EngineConfig
+from kvire.core.report import CacheReport, MissReason
+from kvire.engine.request import SamplingParams
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+
+
+def examples() -> list[tuple[str, str]]:
+    """Fenced Python blocks of all pages, except those marked no-run (they need a running server)."""
+    found = []
+    for page in PAGES:
+        for i, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)):
+            found.append((f"{page.name}-{i}", code))
+    return found
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("name", "code"), examples(), ids=lambda part: part if len(part) < 40 else "")
+def test_examples_run(name: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(code, name, "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out.strip()
+
+
+def test_links_lead_somewhere() -> None:
+    for page in [*PAGES, *(ROOT / "docs" / "adr").glob("*.md"), ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_command_is_described() -> None:
+    group = typer.main.get_command(cli)
+    for name, command in group.commands.items():
+        for full in [f"{name} {sub}" for sub in getattr(command, "commands", {})] or [name]:
+            assert f"`kvire {full}" in REFERENCE, full
+
+
+@pytest.mark.parametrize("record", [EngineConfig, SamplingParams], ids=lambda record: record.__name__)
+def test_every_option_is_described(record: type) -> None:
+    for field in fields(record):
+        assert f"| `{field.name}` |" in REFERENCE, field.name
+        assert re.search(rf"\b{field.name}\b", record.__doc__ or ""), f"{record.__name__}: {field.name}"
+
+
+def test_every_miss_reason_is_described() -> None:
+    for reason in MissReason:
+        assert f"`{reason}`" in REFERENCE, reason
+    for name in ("computed_tokens", "recomputed_tokens", "preemptions"):
+        assert name in REFERENCE
+        assert name in {f.name for f in fields(CacheReport)}
+
+
+def test_the_readme_is_short_enough_to_read() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

@@ -1,0 +1,81 @@
+"""The answers of transformers, token for token: SmolLM2 and Gemma 3, cold and warm, in mixed batches."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvire import LLM
+from kvire.models.loader import load
+from kvire.models.resolve import resolve
+
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+REPORT = Path(__file__).parents[2] / "demo" / "report.md"
+LENGTHS = (5, 17, 31, 32, 33, 64, 65, 100, 150, 200, 256, 300, 400, 500, 640, 800, 1000, 1300, 1600, 2000)
+GEMMA_LENGTHS = (20, 500, 520, 700, 1100, 1500)  # its windows are 512 tokens
+NEW_TOKENS = 64
+
+
+def prompts(name: str, lengths: tuple[int, ...]) -> list[list[int]]:
+    """Prompts of exactly these lengths: half of them from the report's beginning, half from elsewhere in it."""
+    ids = load(resolve(name)).tokenizer(REPORT.read_text(encoding="utf-8"))["input_ids"]
+    return [ids[(37 * i if i % 2 else 0) :][:n] for i, n in enumerate(lengths)]
+
+
+def expected(name: str, many: list[list[int]]) -> list[list[int]]:
+    """Greedy answers of transformers' own generate, each prompt alone."""
+    model = load(resolve(name)).model
+    answers = []
+    for ids in many:
+        prompt = torch.tensor([ids])
+        out = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        answers.append(out[0, len(ids) :].tolist())
+    return answers
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[list[list[int]], list[list[int]]]:
+    many = prompts("smollm2", LENGTHS)
+    return many, expected("smollm2", many)
+
+
+@pytest.fixture(scope="module")
+def gemma3() -> tuple[list[list[int]], list[list[int]]]:
+    many = prompts("gemma3-270m", GEMMA_LENGTHS)
+    return many, expected("gemma3-270m", many)
+
+
+def answers_cold_and_warm(
+    name: str, many: list[list[int]], **options: str
+) -> Iterator[tuple[str, list[list[int]], int]]:
+    with LLM(name, kv_memory="1GiB", **options) as llm:
+        for state in ("cold", "warm"):
+            results = llm.generate(many, max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+            yield state, [r.token_ids for r in results], sum(r.cache.reused_tokens for r in results)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16"])
+def test_smollm2(kv_dtype: str, smollm2: tuple[list[list[int]], list[list[int]]]) -> None:
+    many, wanted = smollm2
+    for state, got, reused in answers_cold_and_warm("smollm2", many, kv_dtype=kv_dtype):
+        for ids, answer, want in zip(many, got, wanted, strict=True):
+            assert answer == want, (state, len(ids))
+        if state == "warm":
+            assert reused == sum((n - 1) // 32 * 32 for n in LENGTHS), "every full block was reused"
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16"])
+def test_gemma3_past_its_window(kv_dtype: str, gemma3: tuple[list[list[int]], list[list[int]]]) -> None:
+    many, wanted = gemma3
+    for state, got, _ in answers_cold_and_warm("gemma3-270m", many, kv_dtype=kv_dtype):
+        for ids, answer, want in zip(many, got, wanted, strict=True):
+            assert answer == want, (state, len(ids))
