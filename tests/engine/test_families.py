@@ -18,7 +18,7 @@ from kvire.models.loader import LoadedModel, load
 BLOCK = 8
 NUM_BLOCKS = 120
 # Largest difference of a logit; logits of the tiny models lie between about -30 and 30.
-TOLERANCE = {"float32": 2e-3, "float16": 0.5, "bfloat16": 4.0}
+TOLERANCE = {"float32": 2e-3, "float16": 0.1, "bfloat16": 0.8}
 
 
 @dataclass
@@ -102,11 +102,10 @@ def test_logits_equal_the_uncached_forward(family: str, make_backend, tiny: dict
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
 def test_half_precision_pools_stay_close(family: str, dtype: str, make_backend, tiny: dict[str, Path]) -> None:
-    worst = [
-        torch.cat(seq.logits).sub(expected).abs().max()
-        for seq, expected in run_mixed(load(tiny[family]), make_backend(), dtype, seed=2)
-    ]
-    assert 0 < max(worst) < TOLERANCE[dtype]
+    """Typically: where rounding sends a token to another expert, its logits may differ by anything."""
+    for seq, expected in run_mixed(load(tiny[family]), make_backend(), dtype, seed=2):
+        typical = torch.cat(seq.logits).sub(expected).abs().amax(dim=-1).median()
+        assert 0 < typical < TOLERANCE[dtype]
 
 
 def test_what_deepseek_keeps_is_its_latent(tiny: dict[str, Path]) -> None:

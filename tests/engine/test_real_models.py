@@ -13,7 +13,7 @@ from kvire.models.resolve import resolve
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 REPORT = Path(__file__).parents[2] / "demo" / "report.md"
-LENGTHS = (5, 17, 31, 32, 33, 64, 65, 100, 150, 200, 256, 300, 400, 500, 640, 800, 1000, 1300, 1600, 2000)
+LENGTHS = (5, 17, 31, 32, 33, 64, 65, 100, 150, 200, 256, 300, 400, 500, 640, 800, 1000, 1300, 1500, 2000)
 GEMMA_LENGTHS = (20, 500, 520, 700, 1100, 1500)  # its windows are 512 tokens
 NEW_TOKENS = 64
 

@@ -1,0 +1,80 @@
+// What the kernels are given and which ones there are: plain records, so that the same table can point at
+// the code of any instruction set.
+#pragma once
+
+#include <stdint.h>
+
+namespace kvire {
+
+enum class DType : int { float32 = 0, float16 = 1, bfloat16 = 2 };
+
+// Helpers in this header are static: files compiled for different instruction sets must not share them.
+static constexpr int64_t element_bytes(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
+
+// Widths are padded to whole vectors in scratch memory.
+static constexpr int64_t padded(int64_t width) { return (width + 7) / 8 * 8; }
+
+// A context is cut at multiples of this many positions, whatever else is in the batch and however many
+// threads there are: that is what makes a row's result repeat bit for bit. Short enough that two threads
+// share a context of 1k tokens evenly, long enough that merging the parts costs nothing.
+constexpr int64_t kSpanTokens = 256;
+
+// One layer of the pool. K of block b begins at k + b * k_block_bytes and lies [token, head, key_width];
+// V alike.
+struct PagedLayer {
+    char* k;
+    char* v;
+    int64_t k_block_bytes, v_block_bytes;
+    int64_t num_blocks, block_size;
+    int64_t heads, key_width, value_width;
+    DType dtype;
+};
+
+// One row of queries against positions begin .. end - 1 of its sequence, all within one span.
+struct SpanQuery {
+    const float* query;  // [query_heads, key_width], heads query_head_stride elements apart
+    int64_t query_head_stride, query_heads;
+    const int32_t* block_table;
+    int64_t begin, end;
+    float scale, softcap;  // softcap 0: none
+};
+
+// Attention over one span before the division by the sum of weights: what merging needs.
+struct SpanPartial {
+    float* maximum;  // [query_heads]: largest score
+    float* weight;   // [query_heads]: sum of exp(score - maximum)
+    float* values;   // [query_heads, padded(value_width)]: sum of exp(score - maximum) * v
+};
+
+struct KernelTable {
+    const char* isa;
+
+    // scratch: span_scratch_floats(...) floats that no other thread uses.
+    void (*attend_span)(const PagedLayer& layer, const SpanQuery& task, float* scratch, const SpanPartial& out);
+
+    // Folds the parts of one row, first to last, into out: [query_heads, value_width], contiguous.
+    // sinks: [query_heads] or null; a sink adds exp(sink) to the sum of weights.
+    void (*merge_spans)(const SpanPartial* parts, int64_t count, int64_t query_heads, int64_t value_width,
+                        const float* sinks, float* out);
+
+    // `count` floats to elements of a pool, rounding to nearest even, and back.
+    void (*encode)(const float* from, char* to, int64_t count, DType dtype);
+    void (*decode)(const char* from, float* to, int64_t count, DType dtype);
+
+    // Sum of `count` floats, as fast as memory gives them.
+    float (*read_sum)(const float* from, int64_t count);
+};
+
+// Queries, then scores.
+static constexpr int64_t span_scratch_floats(const PagedLayer& layer, int64_t query_heads) {
+    return query_heads * (padded(layer.key_width) + kSpanTokens);
+}
+
+namespace baseline {
+extern const KernelTable kernels;
+}
+namespace avx2 {
+extern const KernelTable kernels;
+}
+
+}  // namespace kvire

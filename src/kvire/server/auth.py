@@ -1,0 +1,100 @@
+"""Who is answered: holders of an API key, or without keys this machine only."""
+
+import hmac
+import ipaddress
+from collections.abc import Iterable
+from hashlib import sha256
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvire.server.errors import ApiError
+
+OPEN_PATHS = frozenset({"/health"})  # for load balancers and supervisors, which hold no keys
+
+
+class ApiKeys:
+    """The accepted keys. Only digests are kept and compared, in constant time, every one of them."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode("utf-8")) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def accept(self, authorization: bytes) -> bool:
+        """Whether an Authorization header's value is `Bearer <one of the keys>`."""
+        scheme, _, given = authorization.partition(b" ")
+        digest = _digest(given.strip())
+        known = [hmac.compare_digest(digest, key) for key in self._digests]
+        return scheme.lower() == b"bearer" and any(known)
+
+
+class Doorkeeper:
+    """Turns away whoever may not come in, before anything of the request is read.
+
+    With keys, every path but /health asks for one (/metrics too: it tells how busy others are). Without
+    keys the server listens on loopback only; then a web page in this machine's browser must not reach
+    it either, so that Host and Origin have to name this machine (DNS rebinding, cross-site requests).
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self.app = app
+        self.keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the app answer, or refuse."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            refusal = self._refusal(dict(scope["headers"]))
+            if refusal is not None:
+                await refusal.response()(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    def _refusal(self, headers: dict[bytes, bytes]) -> ApiError | None:
+        if self.keys:
+            given = headers.get(b"authorization")
+            return None if given is not None and self.keys.accept(given) else _bad_key(missing=given is None)
+        if is_local_name(_host_name(headers.get(b"host", b""))) and _is_local_origin(headers.get(b"origin")):
+            return None
+        message = (
+            "without an API key this server answers this machine only, and the request's Host or Origin names "
+            "another; start the server with an API key (KVIRE_API_KEY) to answer others"
+        )
+        return ApiError(403, message, code="foreign_host")
+
+
+def is_local_name(name: str) -> bool:
+    """Whether a host name or address means this machine, without asking anyone."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _bad_key(*, missing: bool) -> ApiError:
+    needed = "an API key is needed: send the header `Authorization: Bearer <key>`"
+    message = needed if missing else "this API key is not valid"
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _digest(key: bytes) -> bytes:
+    return sha256(key).digest()
+
+
+def _host_name(host: bytes) -> str:
+    """The name in a Host header: without port and brackets, lower case; a missing one is this machine's."""
+    return _name_of("//" + host.decode("latin-1")) if host else "localhost"
+
+
+def _is_local_origin(origin: bytes | None) -> bool:
+    return origin is None or is_local_name(_name_of(origin.decode("latin-1")))
+
+
+def _name_of(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""

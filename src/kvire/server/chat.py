@@ -1,0 +1,160 @@
+"""/v1/chat/completions."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvire.engine.request import Output
+from kvire.server.answers import until_client_gone
+from kvire.server.errors import ApiError
+from kvire.server.reply import Choice, Reply, whole_answer
+from kvire.server.schemas import ChatRequest, parse
+from kvire.server.service import Service, service_of
+from kvire.server.stream import EventStream
+from kvire.server.token_text import chat_logprobs
+from kvire.server.tool_formats import Parsed, ToolFormat
+from kvire.server.tools import ToolText, supports_tools, tool_format, with_parsed_arguments
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", response_model=None)
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation."""
+    service = service_of(request)
+    call = parse(ChatRequest, await service.bodies.read_json(request))
+    service.check_model(call.model)
+    params = call.sampling_params(service.max_model_len)
+    reply = ChatReply(service, call)
+    deadline = service.deadline()
+    async with asyncio.timeout_at(deadline):
+        prompt = await service.encode_chat(history(call), reply.tools, call.chat_template_kwargs)
+    answers = service.answers(reply.id, [prompt], params)
+    if call.stream:
+        with_usage = call.stream_options is not None and call.stream_options.include_usage
+        return EventStream(answers, reply, deadline, with_usage=with_usage)
+    async with asyncio.timeout_at(deadline):
+        return await until_client_gone(request.receive, whole_answer(answers, reply))
+
+
+def history(call: ChatRequest) -> list[dict[str, Any]]:
+    """The messages as templates expect them."""
+    plain = [message.model_dump(exclude_none=True) for message in call.messages]
+    return [with_parsed_arguments(message, i) for i, message in enumerate(plain)]
+
+
+class ChatReply(Reply):
+    """Choices with messages. tools: those that the model is told of."""
+
+    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, service: Service, call: ChatRequest) -> None:
+        super().__init__(service)
+        self.tools = call.tools if call.tool_choice == "auto" else []
+        self._call = call
+        self._format = _format_of(service) if self.tools else None
+        self._answers: dict[int, ChatAnswer] = {}
+
+    async def take(self, prompt: int, output: Output) -> list[Choice]:
+        """See Reply."""
+        del prompt  # a chat has one
+        if output.index not in self._answers:
+            self._answers[output.index] = self._new_answer()
+        delta, finish_reason = self._answers[output.index].take(output)
+        logprobs = chat_logprobs(self.service.tokens, output.logprobs) if output.logprobs is not None else None
+        if not delta and logprobs is None and finish_reason is None:
+            return []
+        return [{"index": output.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}]
+
+    def join(self, pieces: list[Choice]) -> Choice:
+        """See Reply."""
+        deltas = [piece["delta"] for piece in pieces]
+        content = "".join(delta.get("content", "") for delta in deltas)
+        calls = [_without_index(call) for delta in deltas for call in delta.get("tool_calls", [])]
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        entries = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"]["content"]]
+        return {
+            "index": pieces[0]["index"],
+            "message": message,
+            "logprobs": {"content": entries} if self._call.logprobs else None,
+            "finish_reason": pieces[-1]["finish_reason"],
+        }
+
+    def extra(self) -> dict[str, Any]:
+        """Tool calls that max_tokens cut off: no content and no call, but not lost either."""
+        withheld = {i: answer.withheld for i, answer in sorted(self._answers.items()) if answer.withheld}
+        return {"cut_off_tool_calls": withheld} if withheld else {}
+
+    def _new_answer(self) -> "ChatAnswer":
+        if self._format is None:
+            return ChatAnswer(None, None, parallel=True)
+        names = frozenset(tool["function"]["name"] for tool in self.tools)
+        text = ToolText(self._format, names, self.service.tokenizer, tuple(self._call.stop))
+        return ChatAnswer(self._format, text, parallel=self._call.parallel_tool_calls)
+
+
+class ChatAnswer:
+    """One choice in the making. parallel: whether more than one tool call is wanted."""
+
+    def __init__(self, form: ToolFormat | None, text: ToolText | None, *, parallel: bool) -> None:
+        self.withheld = ""
+        self._format = form
+        self._text = text
+        self._parallel = parallel
+        self._begun = False
+
+    def take(self, output: Output) -> tuple[dict[str, Any], str | None]:
+        """(delta, finish reason) of the next output."""
+        delta: dict[str, Any] = {}
+        if not self._begun:
+            self._begun, delta["role"] = True, "assistant"
+        content, finish_reason = output.text, output.finish_reason
+        if self._text is not None:
+            content = self._text.add(output)
+            if finish_reason is not None:
+                end = self._text.finish(truncated=finish_reason == "length")
+                content, finish_reason = content + end.content, self._end(end, delta, finish_reason)
+        if content or "role" in delta:
+            delta["content"] = content
+        return delta, finish_reason
+
+    def _end(self, end: Parsed, delta: dict[str, Any], finish_reason: str) -> str:
+        """Put the calls into the delta; the finish reason that follows."""
+        assert self._format is not None
+        self.withheld = end.withheld
+        calls = end.calls if self._parallel else end.calls[:1]
+        if not calls:
+            return finish_reason
+        delta["tool_calls"] = [
+            {
+                "index": i,
+                "id": self._format.new_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for i, call in enumerate(calls)
+        ]
+        return "tool_calls" if finish_reason == "stop" else finish_reason
+
+
+def _format_of(service: Service) -> ToolFormat:
+    if not supports_tools(service.template):
+        raise ApiError(
+            400, "this model's chat template has no place for tools: the model was not made for them", param="tools"
+        )
+    form = tool_format(service.template)
+    if form is None:
+        message = (
+            "this model writes tool calls in a way that Kvire cannot read; leave out tools or set tool_choice to none"
+        )
+        raise ApiError(400, message, param="tools")
+    return form
+
+
+def _without_index(call: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in call.items() if name != "index"}

@@ -1,0 +1,132 @@
+"""What every handler works with: the engine, the tokenizer, and the limits that depend on them."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+
+from kvire.engine.client import EngineClient
+from kvire.engine.request import Request, SamplingParams
+from kvire.models.chat import encode_chat
+from kvire.server.answers import Answers
+from kvire.server.errors import ApiError
+from kvire.server.limits import BodyReader
+from kvire.server.metrics import Metrics
+from kvire.server.options import ServerOptions
+from kvire.server.token_text import TokenText
+from kvire.server.tools import chat_template
+from kvire.server.workers import Workers
+
+TOKENISING_THREADS = 2
+# Text of more characters than this per token of context cannot fit, unless it is mostly white space.
+# Ordinary text has 3 to 5; tokenising the difference would be work for nothing.
+MAX_CHARS_PER_TOKEN = 32
+
+
+class Service:
+    """One model behind one address. client: started."""
+
+    def __init__(self, client: EngineClient, model_name: str, options: ServerOptions) -> None:
+        self.client = client
+        self.model_name = model_name
+        self.options = options
+        self.metrics = Metrics(client, model_name)
+        self.workers = Workers(TOKENISING_THREADS, client.engine.config.max_queue)
+        self.bodies = BodyReader(options.max_body_bytes, options.body_timeout_s, self.workers)
+        self.tokens = TokenText(self.tokenizer)
+        self.template = chat_template(self.tokenizer)
+        self.created = int(time.time())
+        self.fingerprint = "kvire-" + client.engine.root.hex()[:16]
+        # The first call settles the tokenizer's truncation and padding. Later, with threads decoding
+        # beside it, changing them would fail in whichever thread came second.
+        self.tokenizer("", add_special_tokens=False)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's."""
+        return self.client.engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt + answer, in tokens."""
+        return self.client.engine.max_model_len
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 if another model is asked for."""
+        if name is not None and name != self.model_name:
+            message = f"this server serves {self.model_name!r} and no other model"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def deadline(self) -> float:
+        """When a request that begins now must be over, in the event loop's time."""
+        return asyncio.get_running_loop().time() + self.options.request_timeout_s
+
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, bool]
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation. Raises ApiError, RequestError or QueueFullError."""
+        chars = sum(_chars(message) for message in messages) + (len(str(tools)) if tools else 0)
+        self._check_chars(chars, "messages")
+        return await self._encode(
+            "messages", lambda: encode_chat(self.tokenizer, messages, tools or None, options), room=1
+        )
+
+    async def encode_prompt(self, prompt: str | tuple[int, ...], room: int) -> tuple[int, ...]:
+        """Token ids of a prompt, with the special tokens that the tokenizer adds to text.
+
+        room: tokens that must be left for the answer, 1 or, if there will be none, 0.
+        """
+        if not isinstance(prompt, str):
+            self._check_length(len(prompt), "prompt", room)
+            return prompt
+        self._check_chars(len(prompt), "prompt")
+        return await self._encode("prompt", lambda: tuple(self.tokenizer(prompt)["input_ids"]), room)
+
+    def answers(self, reply_id: str, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Answers:
+        """The prompts, ready to be submitted."""
+        if len(prompts) > self.client.engine.config.max_queue:
+            message = f"this server takes at most {self.client.engine.config.max_queue} prompts in one request"
+            raise ApiError(400, message, param="prompt")
+        requests = [Request(f"{reply_id}-{i}", token_ids, params) for i, token_ids in enumerate(prompts)]
+        return Answers(self.client, requests, self.metrics)
+
+    async def _encode(self, param: str, encode: Callable[[], tuple[int, ...]], room: int) -> tuple[int, ...]:
+        token_ids = await self.workers.run(encode)
+        self._check_length(len(token_ids), param, room)
+        return token_ids
+
+    def _check_chars(self, chars: int, param: str) -> None:
+        if chars > self.max_model_len * MAX_CHARS_PER_TOKEN:
+            raise _too_long(f"{param} has {chars} characters", self.max_model_len, param)
+
+    def _check_length(self, length: int, param: str, room: int) -> None:
+        if length > self.max_model_len - room:
+            raise _too_long(f"{param} has {length} tokens", self.max_model_len, param)
+
+
+def new_id(prefix: str) -> str:
+    """An id for an answer."""
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def service_of(request: HttpRequest) -> Service:
+    """The app's service."""
+    service: Service = request.app.state.service
+    return service
+
+
+def _too_long(what: str, max_model_len: int, param: str) -> ApiError:
+    message = f"{what}, but prompt and answer together may have {max_model_len} tokens here, one of them for the answer"
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def _chars(message: dict[str, Any]) -> int:
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        content = "".join(text for text in texts if isinstance(text, str))
+    calls = message.get("tool_calls")
+    return len(content or "") + (len(str(calls)) if calls else 0) + len(message.get("reasoning_content") or "")

@@ -1,0 +1,1 @@
+"""Attention over the paged cache, against a softmax written out in float64."""
