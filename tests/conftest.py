@@ -1,4 +1,7 @@
 """Shared by all tests."""
+# ruff: noqa: I001
+
+import kvire  # noqa: F401  (before torch: it sets how OpenMP threads wait)
 
 from collections.abc import Iterator
 

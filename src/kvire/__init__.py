@@ -4,6 +4,7 @@ Start with `kvire.LLM` (Python), `kvire serve` (HTTP) or docs/architecture.md (t
 The folders and who may import whom are listed in docs/architecture.md; import-linter enforces them.
 """
 
+import os
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,11 @@ if TYPE_CHECKING:
     from kvire.llm import LLM, AsyncLLM
 
     __version__: str
+
+# Read by OpenMP when torch is first imported, so it has to stand here. By default idle threads spin at every
+# barrier; one other busy process then costs a scheduler tick (4 ms) per barrier, and a token takes five times as
+# long. Waiting passively costs nothing measurable on a quiet machine (docs/adr/0005-torch-thread-pool.md).
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __all__ = ["LLM", "AsyncLLM", "__version__"]
 

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from queue import SimpleQueue
 from time import monotonic
 from types import TracebackType
@@ -102,7 +102,7 @@ class Collector:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.completions = [Completion() for _ in range(request.params.n)]
-        self._cache: CacheReport | None = None
+        self._caches: dict[int, CacheReport] = {}  # by answer; the last one of each is complete
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._started = monotonic()
         self._first: float | None = None
@@ -117,24 +117,29 @@ class Collector:
         part.token_ids += output.token_ids
         part.logprobs += output.logprobs or ()
         part.finish_reason, part.stop_reason = output.finish_reason, output.stop_reason
-        if output.index == 0 and output.cache is not None:
-            self._cache = output.cache
+        if output.cache is not None:
+            self._caches[output.index] = output.cache
         self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
 
     @property
     def started(self) -> bool:
         """Whether there is anything to show yet."""
-        return self._cache is not None
+        return 0 in self._caches
 
     def result(self) -> Result:
         """Everything that has come in; an answer cut short has no finish_reason."""
-        assert self._cache is not None and self._first is not None
+        assert self.started and self._first is not None
+        cache = replace(
+            self._caches[0],
+            recomputed_tokens=sum(report.recomputed_tokens for report in self._caches.values()),
+            preemptions=sum(report.preemptions for report in self._caches.values()),
+        )
         tokens = sum(len(part.token_ids) for part in self.completions)
         longest = max(len(part.token_ids) for part in self.completions)
-        usage = Usage(len(self.request.token_ids), tokens, self._cache.reused_tokens)
+        usage = Usage(len(self.request.token_ids), tokens, cache.reused_tokens)
         ttft = self._first - self._started
         timing = Timing(ttft, self._last - self._started, (self._last - self._first) / max(1, longest - 1))
-        return Result(tuple(self.completions), usage, self._cache, timing, self._prompt_logprobs)
+        return Result(tuple(self.completions), usage, cache, timing, self._prompt_logprobs)
 
 
 class _Model:

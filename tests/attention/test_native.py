@@ -125,6 +125,12 @@ def test_without_the_flash_operator_prefill_still_works(monkeypatch: pytest.Monk
     torch.testing.assert_close(case.run(NativeAttention()).double(), case.expected(), **TOLERANCE)
 
 
+def test_pieces_of_a_long_context_join_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "CONTEXT_PIECE", 40)
+    case = make_case(Shape(lens=((1, 100), (9, 130), (5, 85), (5, 5)), sinks=True))
+    torch.testing.assert_close(case.run(NativeAttention()).double(), case.expected(), **TOLERANCE)
+
+
 @pytest.mark.parametrize("slot", [-1, -(2**62), 10**9, 2**62])
 def test_a_slot_outside_the_pool_is_refused_before_anything_is_written(slot: int) -> None:
     case = make_case(Shape(lens=((5, 5),)))

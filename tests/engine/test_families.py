@@ -18,7 +18,7 @@ from kvire.models.loader import LoadedModel, load
 BLOCK = 8
 NUM_BLOCKS = 120
 # Largest difference of a logit; logits of the tiny models lie between about -30 and 30.
-TOLERANCE = {"float32": 2e-3, "float16": 0.1, "bfloat16": 0.8}
+TOLERANCE = {"float32": 2e-3, "float16": 0.3, "bfloat16": 1.0}
 
 
 @dataclass

@@ -9,11 +9,11 @@ models, and so two caches.
 from typing import Any
 
 import torch
-from kvire.attention.params import AttentionParams
-from kvire.attention.reference import PortableAttention
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from kvire.attention.params import AttentionParams
+from kvire.attention.reference import PortableAttention
 from kvire.cache.batch import Batch
 from kvire.cache.paged import PagedKV
 from kvire.core.spec import LayerKind
@@ -69,7 +69,8 @@ class PagedCache:
         layer: int = module.layer_idx  # type: ignore[assignment]
         rows = query[0].transpose(0, 1)
         if self._kinds[layer] is LayerKind.LATENT:
-            out = self.backend.attend_latent(self._plan, layer, rows, module.expand_kv, params)
+            expand: Any = module.expand_kv
+            out = self.backend.attend_latent(self._plan, layer, rows, expand, params)
         else:
             keys, values = k[0].transpose(0, 1), v[0].transpose(0, 1)
             out = self.backend.attend(self._plan, layer, rows, keys, values, params)
@@ -119,4 +120,5 @@ class PagedModel:
             use_cache=True,
             logits_to_keep=batch.logits_rows,
         )
-        return out.logits[0].float()
+        logits: Tensor = out.logits[0].float()
+        return logits

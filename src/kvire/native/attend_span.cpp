@@ -36,19 +36,30 @@ KVIRE_INLINE void each_group(int64_t heads, F f) {
     }
 }
 
+// Prefetches what lies `Bytes` further on from call to call; null: nothing.
+template <int64_t Bytes>
+KVIRE_INLINE void prefetch_next(const char*& ahead) {
+    if (!ahead) return;
+    for (int64_t at = 0; at < Bytes; at += TileStream::kLine) TileStream::prefetch(ahead + at);
+    ahead += Bytes;
+}
+
 // sum_of[g][t] += q[g] . k[t], still in lanes; tokens are `stride` elements apart.
 template <int G, int T, class E>
-KVIRE_INLINE void dot_lanes(const float* q, const E* k, int64_t stride, int64_t width, v8f (&sum_of)[G][4]) {
+KVIRE_INLINE void dot_lanes(const float* q, const E* k, int64_t stride, int64_t width, const char*& ahead,
+                            v8f (&sum_of)[G][4]) {
     int64_t d = 0;
     const auto add = [&](auto load) KVIRE_LAMBDA {
-        v8f key[T];
+        prefetch_next<T * 8 * sizeof(E)>(ahead);
+        v8f head[G];
 #pragma GCC unroll 4
-        for (int t = 0; t < T; ++t) key[t] = load(k + t * stride + d);
+        for (int g = 0; g < G; ++g) head[g] = load8(q + g * padded(width) + d);
+        // One key at a time: with twelve sums and three heads it is the last of sixteen registers.
 #pragma GCC unroll 4
-        for (int g = 0; g < G; ++g) {
-            const v8f head = load8(q + g * padded(width) + d);
+        for (int t = 0; t < T; ++t) {
+            const v8f key = load(k + t * stride + d);
 #pragma GCC unroll 4
-            for (int t = 0; t < T; ++t) sum_of[g][t] += key[t] * head;
+            for (int g = 0; g < G; ++g) sum_of[g][t] += key * head[g];
         }
     };
     for (; d + 8 <= width; d += 8) add([](const E* from) KVIRE_LAMBDA { return load8(from); });
@@ -57,18 +68,19 @@ KVIRE_INLINE void dot_lanes(const float* q, const E* k, int64_t stride, int64_t 
 
 // scores[g][t] = q[g] . k[t]
 template <int G, class E>
-KVIRE_INLINE void dot(const float* q, const E* k, int64_t stride, int64_t tokens, int64_t width, float* scores) {
+KVIRE_INLINE void dot(const float* q, const E* k, int64_t stride, int64_t tokens, int64_t width, const char* ahead,
+                      float* scores) {
     int64_t t = 0;
     for (; t + 4 <= tokens; t += 4) {
         v8f sum_of[G][4] = {};
-        dot_lanes<G, 4>(q, k + t * stride, stride, width, sum_of);
+        dot_lanes<G, 4>(q, k + t * stride, stride, width, ahead, sum_of);
 #pragma GCC unroll 4
         for (int g = 0; g < G; ++g)
             store_bits(scores + g * kSpanTokens + t, sums(sum_of[g][0], sum_of[g][1], sum_of[g][2], sum_of[g][3]));
     }
     for (; t < tokens; ++t) {
         v8f sum_of[G][4] = {};
-        dot_lanes<G, 1>(q, k + t * stride, stride, width, sum_of);
+        dot_lanes<G, 1>(q, k + t * stride, stride, width, ahead, sum_of);
         for (int g = 0; g < G; ++g) scores[g * kSpanTokens + t] = sum(sum_of[g][0]);
     }
 }
@@ -76,13 +88,14 @@ KVIRE_INLINE void dot(const float* q, const E* k, int64_t stride, int64_t tokens
 // values[g] += sum over t of weights[g][t] * v[t], in W vectors of columns. row: from one head's values to the next.
 template <int G, int W, class E, class Load>
 KVIRE_INLINE void add_columns(const float* weights, const E* v, int64_t stride, int64_t tokens, int64_t row,
-                              float* values, Load load) {
+                              const char*& ahead, float* values, Load load) {
     v8f sum_of[G][W];
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g)
 #pragma GCC unroll 4
         for (int w = 0; w < W; ++w) sum_of[g][w] = load8(values + g * row + w * 8);
     for (int64_t t = 0; t < tokens; ++t) {
+        prefetch_next<W * 8 * sizeof(E)>(ahead);
         v8f column[W];
 #pragma GCC unroll 4
         for (int w = 0; w < W; ++w) column[w] = load(v + t * stride + w * 8);
@@ -101,18 +114,18 @@ KVIRE_INLINE void add_columns(const float* weights, const E* v, int64_t stride, 
 
 template <int G, class E>
 KVIRE_INLINE void add_values(const float* weights, const E* v, int64_t stride, int64_t tokens, int64_t width,
-                             float* values) {
+                             const char* ahead, float* values) {
     const auto whole = [](const E* from) KVIRE_LAMBDA { return load8(from); };
     const int64_t row = padded(width);
     int64_t d = 0;
-    for (; d + 16 <= width; d += 16) add_columns<G, 2>(weights, v + d, stride, tokens, row, values + d, whole);
+    for (; d + 16 <= width; d += 16) add_columns<G, 2>(weights, v + d, stride, tokens, row, ahead, values + d, whole);
     if (d + 8 <= width) {
-        add_columns<G, 1>(weights, v + d, stride, tokens, row, values + d, whole);
+        add_columns<G, 1>(weights, v + d, stride, tokens, row, ahead, values + d, whole);
         d += 8;
     }
     if (d == width) return;
     const auto part = [&](const E* from) KVIRE_LAMBDA { return load_part(from, width - d); };
-    add_columns<G, 1>(weights, v + d, stride, tokens, row, values + d, part);
+    add_columns<G, 1>(weights, v + d, stride, tokens, row, ahead, values + d, part);
 }
 
 void scale_queries(const SpanQuery& task, int64_t width, float* q) {
@@ -155,35 +168,33 @@ template <class E>
 void attend(const PagedLayer& layer, const SpanQuery& task, float* scratch, const SpanPartial& out) {
     const int64_t heads = layer.heads, group = task.query_heads / heads;
     const int64_t k_width = layer.key_width, v_width = layer.value_width;
-    float* q = scratch;
-    float* scores = scratch + task.query_heads * padded(k_width);
+    const int64_t q_row = padded(k_width), v_row = padded(v_width);
+    float* const q = scratch;
+    float* const scores = scratch + task.query_heads * q_row;
+    const TileStream stream(layer, task);
     scale_queries(task, k_width, q);
-    memset(out.values, 0, (size_t)(task.query_heads * padded(v_width)) * sizeof(float));
+    memset(out.values, 0, (size_t)(task.query_heads * v_row) * sizeof(float));
 
-    Tile tiles[kSpanTokens];
-    const Tile* const end = tiles + cut_tiles(layer, task, tiles);
-    Prefetch ahead(layer, tiles, end - tiles);
-
-    for (const Tile* tile = tiles; tile < end; ++tile) {
+    for (const Tile* tile = stream.k_begin(); tile < stream.v_begin(); ++tile) {
         for (int64_t h = 0; h < heads; ++h) {
-            ahead.advance(tile->tokens * k_width * (int64_t)sizeof(E));
-            const E* k = (const E*)tile->k + h * k_width;
+            const E* k = (const E*)tile->rows + h * k_width;
+            const char* ahead = stream.ahead_of(tile) + h * tile->tokens * k_width * (int64_t)sizeof(E);
             each_group<kScoreHeads>(group, [&](int64_t first, auto size) KVIRE_LAMBDA {
                 const int64_t row = h * group + first;
-                dot<size.value>(q + row * padded(k_width), k, heads * k_width, tile->tokens, k_width,
+                dot<size.value>(q + row * q_row, k, heads * k_width, tile->tokens, k_width, first ? nullptr : ahead,
                                 scores + row * kSpanTokens + tile->offset);
             });
         }
     }
     weigh(task, scores, out);
-    for (const Tile* tile = tiles; tile < end; ++tile) {
+    for (const Tile* tile = stream.v_begin(); tile < stream.end(); ++tile) {
         for (int64_t h = 0; h < heads; ++h) {
-            ahead.advance(tile->tokens * v_width * (int64_t)sizeof(E));
-            const E* v = (const E*)tile->v + h * v_width;
+            const E* v = (const E*)tile->rows + h * v_width;
+            const char* ahead = stream.ahead_of(tile) + h * tile->tokens * v_width * (int64_t)sizeof(E);
             each_group<kValueHeads>(group, [&](int64_t first, auto size) KVIRE_LAMBDA {
                 const int64_t row = h * group + first;
                 add_values<size.value>(scores + row * kSpanTokens + tile->offset, v, heads * v_width, tile->tokens,
-                                       v_width, out.values + row * padded(v_width));
+                                       v_width, first ? nullptr : ahead, out.values + row * v_row);
             });
         }
     }

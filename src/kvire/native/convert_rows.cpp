@@ -45,7 +45,7 @@ float read_sum(const float* from, int64_t count) {
     return total;
 }
 
-const KernelTable kernels = {KVIRE_ISA_NAME, attend_span, merge_spans, encode, decode, read_sum};
+const KernelTable kernels = {KVIRE_ISA_NAME, attend_span, merge_spans, encode, decode, linear_rows, read_sum};
 
 }  // namespace KVIRE_ISA_NAMESPACE
 }  // namespace kvire

@@ -46,6 +46,15 @@ struct SpanPartial {
     float* values;   // [query_heads, padded(value_width)]: sum of exp(score - maximum) * v
 };
 
+// out[row, n] = x[row] . weights[n] + bias[n]; everything contiguous float32.
+struct LinearRows {
+    const float* x;        // [rows, width]
+    const float* weights;  // [out_width, width]
+    const float* bias;     // [out_width] or null
+    float* out;            // [rows, out_width]
+    int64_t rows, width, out_width;
+};
+
 struct KernelTable {
     const char* isa;
 
@@ -60,6 +69,9 @@ struct KernelTable {
     // `count` floats to elements of a pool, rounding to nearest even, and back.
     void (*encode)(const float* from, char* to, int64_t count, DType dtype);
     void (*decode)(const char* from, float* to, int64_t count, DType dtype);
+
+    // Weight rows begin .. end - 1 of a linear layer, for every row of x.
+    void (*linear_rows)(const LinearRows& task, int64_t begin, int64_t end);
 
     // Sum of `count` floats, as fast as memory gives them.
     float (*read_sum)(const float* from, int64_t count);

@@ -74,6 +74,20 @@ void decode_attention_at(const PagedLayer& layer, Address queries, int64_t query
     decode_attention(layer, batch, threads);
 }
 
+void linear_rows_at(Address x, int64_t rows, int64_t width, Address weights, int64_t out_width, Address bias,
+                    Address out, int threads) {
+    constexpr int64_t kTaskWeights = 32;  // small enough to share evenly, large enough to stream
+    require(rows >= 0 && width > 0 && out_width > 0 && threads >= 1, "linear_rows: sizes must be positive");
+    require(rows == 0 || (x && weights && out), "linear_rows: x, weights and out are needed");
+    const LinearRows task{pointer<float>(x),   pointer<float>(weights), pointer<float>(bias),
+                          pointer<float>(out), rows, width, out_width};
+    nb::gil_scoped_release unlocked;
+    parallel_for((out_width + kTaskWeights - 1) / kTaskWeights, threads, [&](int64_t i, int) {
+        const int64_t begin = i * kTaskWeights;
+        kernels().linear_rows(task, begin, begin + kTaskWeights < out_width ? begin + kTaskWeights : out_width);
+    });
+}
+
 double read_sum_at(Address floats, int64_t count, int threads) {
     constexpr int64_t kTaskFloats = 1 << 18;
     require(floats && count >= 0 && threads >= 1, "read_sum: an address, a count and threads are needed");
@@ -111,6 +125,9 @@ NB_MODULE(_native, m) {
           nb::arg("table_stride"), nb::arg("table_width"), nb::arg("context_lens"), nb::arg("scale"),
           nb::arg("window"), nb::arg("softcap"), nb::arg("sinks"), nb::arg("out"), nb::arg("threads"),
           "One float32 query row per sequence over its context; int32 block_tables and context_lens.");
+    m.def("linear_rows", linear_rows_at, nb::arg("x"), nb::arg("rows"), nb::arg("width"), nb::arg("weights"),
+          nb::arg("out_width"), nb::arg("bias"), nb::arg("out"), nb::arg("threads"),
+          "out [rows, out_width] = x [rows, width] times weights [out_width, width] transposed, plus bias.");
     m.def("read_sum", read_sum_at, nb::arg("floats"), nb::arg("count"), nb::arg("threads"),
           "Reads `count` floats as fast as memory allows; a yardstick for benchmarks.");
     m.def("isa", [] { return kernels().isa; }, "The instruction set in use: avx2, neon or baseline.");

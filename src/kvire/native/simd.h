@@ -18,14 +18,14 @@
 #include "kernels.h"
 
 #define KVIRE_INLINE static inline __attribute__((always_inline))
-#define KVIRE_MEMBER inline __attribute__((always_inline))
+// On lambdas: what they capture stays in registers only if they are inlined.
 #define KVIRE_LAMBDA __attribute__((always_inline))
 
 // __builtin_shufflevector came to GCC with version 12; older ones know only __builtin_shuffle.
 #if defined(__clang__) || __GNUC__ >= 12
-#define KVIRE_SHUFFLE4(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#define KVIRE_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define KVIRE_SHUFFLE4(a, b, i, j, k, l) __builtin_shuffle(a, b, kvire::KVIRE_ISA_NAMESPACE::v4u{i, j, k, l})
+#define KVIRE_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, v8i{__VA_ARGS__})
 #endif
 
 namespace kvire {
@@ -35,7 +35,6 @@ typedef float v8f __attribute__((vector_size(32)));
 typedef int32_t v8i __attribute__((vector_size(32)));
 typedef uint32_t v8u __attribute__((vector_size(32)));
 typedef float v4f __attribute__((vector_size(16)));
-typedef uint32_t v4u __attribute__((vector_size(16)));
 typedef uint16_t v8h __attribute__((vector_size(16)));
 
 // Element types of a pool. A tag keeps f16 and bf16 apart where both are 16 bits.
@@ -152,25 +151,19 @@ KVIRE_INLINE void store_part(E* to, v8f value, int64_t count) {
 
 // --- sums and functions ---------------------------------------------------------------------------------
 
-KVIRE_INLINE v4f halves_sum(v8f x) {
+// Lane i is the sum of all lanes of the i-th argument.
+KVIRE_INLINE v4f sums(v8f a, v8f b, v8f c, v8f d) {
+    const v8f ab = KVIRE_SHUFFLE(a, b, 0, 8, 1, 9, 4, 12, 5, 13) + KVIRE_SHUFFLE(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+    const v8f cd = KVIRE_SHUFFLE(c, d, 0, 8, 1, 9, 4, 12, 5, 13) + KVIRE_SHUFFLE(c, d, 2, 10, 3, 11, 6, 14, 7, 15);
+    const v8f abcd =
+        KVIRE_SHUFFLE(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) + KVIRE_SHUFFLE(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
     v4f half[2];
-    memcpy(half, &x, sizeof x);
+    memcpy(half, &abcd, sizeof abcd);
     return half[0] + half[1];
 }
 
-// Lane i is the sum of all lanes of the i-th argument.
-KVIRE_INLINE v4f sums(v8f a, v8f b, v8f c, v8f d) {
-    const v4f w = halves_sum(a), x = halves_sum(b), y = halves_sum(c), z = halves_sum(d);
-    const v4f wx = KVIRE_SHUFFLE4(w, x, 0, 4, 2, 6) + KVIRE_SHUFFLE4(w, x, 1, 5, 3, 7);
-    const v4f yz = KVIRE_SHUFFLE4(y, z, 0, 4, 2, 6) + KVIRE_SHUFFLE4(y, z, 1, 5, 3, 7);
-    return KVIRE_SHUFFLE4(wx, yz, 0, 1, 4, 5) + KVIRE_SHUFFLE4(wx, yz, 2, 3, 6, 7);
-}
-
 // The same additions in the same order, so that a token's score does not depend on its neighbours.
-KVIRE_INLINE float sum(v8f a) {
-    const v4f w = halves_sum(a);
-    return (w[0] + w[1]) + (w[2] + w[3]);
-}
+KVIRE_INLINE float sum(v8f a) { return sums(a, a, a, a)[0]; }
 
 KVIRE_INLINE float largest(v8f a) {
     float best = a[0];
