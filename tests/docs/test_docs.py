@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from harness.engines import tiny_engine
 
 from kvire.cli.main import cli
 from kvire.core.config import EngineConfig
 from kvire.core.report import CacheReport, MissReason
+from kvire.engine.client import EngineClient
 from kvire.engine.request import SamplingParams
+from kvire.server.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -64,3 +67,14 @@ def test_every_miss_reason_is_described() -> None:
 
 def test_the_readme_is_short_enough_to_read() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_every_metric_is_described() -> None:
+    page = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    with EngineClient(tiny_engine()) as client:
+        exposition = Metrics(client, "tiny").text().decode()
+    names = set(re.findall(r"# TYPE (\w+)", exposition))
+    assert len(names) > 15
+    for name in names:
+        if not name.endswith("_created"):  # prometheus-client adds these
+            assert re.search(rf"`{name}(\{{[a-z,]+\}})?`", page), name
