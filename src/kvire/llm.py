@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self, overload
 
 from kvire.core.config import EngineConfig
-from kvire.core.errors import EngineClosedError, RequestError
+from kvire.core.errors import KvireError, QueueFullError, RequestError
 from kvire.core.report import CacheReport
 from kvire.engine.build import build_engine
 from kvire.engine.client import EngineClient
@@ -169,8 +169,10 @@ class _Model:
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
         if isinstance(prompt, str):
+            if not prompt.isascii() and any("\ud800" <= char <= "\udfff" for char in prompt):
+                raise RequestError("the prompt holds bytes that are no text in UTF-8")
             return tuple(self.tokenizer(prompt)["input_ids"])
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+        if not isinstance(prompt, Sequence) or not all(type(token) is int for token in prompt):
             raise RequestError("a prompt is text or a list of token ids")
         return tuple(prompt)
 
@@ -183,6 +185,8 @@ class _Model:
         unknown = sorted(set(params) - set(_PARAMS))
         if unknown:
             raise RequestError(f"unknown parameter {', '.join(unknown)}; the parameters are {', '.join(_PARAMS)}")
+        if isinstance(params.get("logit_bias"), dict):
+            params["logit_bias"] = dict(params["logit_bias"])  # the caller may go on changing theirs
         return SamplingParams(**params)
 
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
@@ -230,16 +234,21 @@ class LLM(_Model):
         """Run requests together, never more of them at once than the engine's queue takes."""
         for request in requests:
             self.engine.validate(request)
-        outputs: SimpleQueue[Output | EngineClosedError] = SimpleQueue()
+        outputs: SimpleQueue[Output | KvireError] = SimpleQueue()
         collectors = {request.request_id: Collector(request) for request in requests}
         waiting, unfinished = deque(requests), 0
         try:
             while waiting or unfinished:
                 while waiting and unfinished < self.engine.config.max_queue:
-                    unfinished += waiting[0].params.n
-                    self.client.submit(waiting.popleft(), outputs)
+                    try:
+                        self.client.submit(waiting[0], outputs)
+                    except QueueFullError:
+                        if not unfinished:
+                            raise
+                        break  # others wait as well; when one of ours has finished there is room
+                    unfinished += waiting.popleft().params.n
                 item = outputs.get()
-                if isinstance(item, EngineClosedError):
+                if isinstance(item, KvireError):
                     raise item
                 unfinished -= item.finish_reason is not None
                 collectors[item.request_id].add(item)
@@ -264,7 +273,7 @@ class AsyncLLM(_Model):
         """Answer a prompt, or a list of prompts together."""
         sampling = self.params(**params)
         if _is_many(prompt):
-            return list(await asyncio.gather(*(self._collect(self.request(one, sampling)) for one in prompt)))
+            return await self._collect_all([self.request(one, sampling) for one in prompt])
         return await self._collect(self.request(prompt, sampling))
 
     async def chat(
@@ -277,6 +286,22 @@ class AsyncLLM(_Model):
         """Outputs as they come."""
         return self.client.stream_async(self.request(prompt, self.params(**params)))
 
+    async def _collect_all(self, requests: list[Request]) -> list[Result]:
+        """Never more of them at once than the engine's queue takes; if one fails, the others are cancelled."""
+        room = asyncio.Semaphore(self.engine.config.max_queue)
+
+        async def one(request: Request) -> Result:
+            async with room:
+                return await self._collect(request)
+
+        tasks = [asyncio.create_task(one(request)) for request in requests]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _collect(self, request: Request) -> Result:
         collector = Collector(request)
         async for output in self.client.stream_async(request):
@@ -285,5 +310,5 @@ class AsyncLLM(_Model):
 
 
 def _is_many(prompt: Any) -> bool:
-    """A list of prompts, not a list of token ids."""
-    return isinstance(prompt, (list, tuple)) and bool(prompt) and not isinstance(prompt[0], int)
+    """A list of prompts (perhaps empty), not a list of token ids."""
+    return isinstance(prompt, (list, tuple)) and not (prompt and isinstance(prompt[0], int))

@@ -62,6 +62,7 @@ def s10_hit_on_a_block_not_yet_computed() -> None:
     engine.step()
     engine.abort(doomed.request_id)  # its prompt is half computed
     answers = drive(engine, requests)
+    assert engine.pool.num_free == engine.pool.num_blocks
     assert [answers[r.request_id, 0].token_ids for r in requests] == expected[1:6]
 
 

@@ -61,6 +61,22 @@ def test_a_flat_nucleus_wider_than_the_first_candidates() -> None:
     assert max(seen) < 1000
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1e-39, "top_p": 0.9},
+        {"temperature": 5e-324, "min_p": 0.5},
+        {"temperature": 100.0, "top_p": 1e-6},
+        {"temperature": 1.0, "repetition_penalty": 0.01, "top_p": 0.9},
+        {"temperature": 1e-30, "top_k": 1},
+    ],
+)
+def test_extreme_parameters_still_choose_a_likely_token(options: dict) -> None:
+    logits = torch.tensor([1.0, 9.0, 2.0, -50.0])
+    token = sampler.sample(logits, params(**options), [0], Counter(), 1, 0, 5)
+    assert token == (0 if "repetition_penalty" in options else 1)
+
+
 def test_penalties_as_defined() -> None:
     logits = torch.tensor([2.0, -2.0, 1.0, 1.0])
     answer = Counter({2: 3})
@@ -112,6 +128,14 @@ def test_logprobs_are_of_the_raw_model() -> None:
         {"stop": ("",)},
         {"stop": tuple("abcdefghijklmnopq")},
         {"logit_bias": {1: float("inf")}},
+        {"logit_bias": {1.5: 1.0}},
+        {"logit_bias": {True: 1.0}},
+        {"stop_token_ids": None},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": (1.0,)},
+        {"ignore_eos": "yes"},
+        {"top_p": 1e-46},
+        {"repetition_penalty": 1e-39},
         {"logit_bias": dict.fromkeys(range(2000), 1.0)},
     ],
 )

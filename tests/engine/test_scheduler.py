@@ -3,8 +3,12 @@
 import pytest
 from harness.engines import BLOCK, ask, drive, oracle, request, scripted_engine, tiny_engine, words
 
-from kvire.core.errors import QueueFullError, RequestError
+from kvire.core.errors import GenerationError, QueueFullError, RequestError
 from kvire.core.report import MissReason
+from kvire.engine import sampler
+from kvire.engine.client import EngineClient
+from kvire.engine.request import Failure
+from kvire.engine.scheduler import MAX_PROMPT_LOGPROB_TOKENS
 
 B = BLOCK
 
@@ -46,7 +50,7 @@ def test_the_queue_is_bounded() -> None:
         engine.submit(request(words(i, 4)))
     with pytest.raises(QueueFullError, match="4 requests"):
         engine.submit(request(words(9, 4)))
-    drive(engine, [])
+    drive(engine, [], exact=False)
     engine.submit(request(words(9, 4)))
 
 
@@ -98,6 +102,102 @@ def test_more_samples_than_seats() -> None:
     same = drive(tiny_engine(), [roomy])
     for i in range(10):
         assert answers[one.request_id, i].token_ids == same[roomy.request_id, i].token_ids
+
+
+def test_a_hit_lost_before_it_was_used_counts_as_computed_again() -> None:
+    """Preempted before its first chunk, a sequence loses the blocks that it hit; drive() checks the accounts."""
+    preempted = 0
+    for num_blocks in range(10, 24):
+        engine = tiny_engine(num_blocks=num_blocks, max_batch_tokens=4, max_num_seqs=4)
+        shared = words(1, 5 * B)
+        ask(engine, [*shared, 1], max_tokens=1)
+        older = [request(words(10 + i, B), max_tokens=40) for i in range(2)]
+        hit = request([*shared, 7, 8], max_tokens=1)
+        answers = drive(engine, [*older, request(words(50, 4 * B), max_tokens=1), hit])
+        report = answers[hit.request_id, 0].cache
+        preempted += report.device_tokens > 0 and report.recomputed_tokens > 0
+    assert preempted > 0
+
+
+def test_samples_without_a_seat_account_for_what_they_compute_again() -> None:
+    for prefix_cache in (True, False):
+        engine = tiny_engine(max_num_seqs=1, prefix_cache=prefix_cache)
+        one = request(words(1, 3 * B + 5), n=6, temperature=1.0, seed=1, max_tokens=4)
+        answers = drive(engine, [one])
+        again = sum(answers[one.request_id, i].cache.recomputed_tokens for i in range(6))
+        assert again == engine.stats.recomputed_tokens > 0
+
+
+def test_prompt_logprobs_of_many_requests_share_one_bound() -> None:
+    engine = tiny_engine(max_num_seqs=8)
+    rows = []
+    run = engine.run
+
+    def counting(chunks):
+        logits = run(chunks)
+        rows.append(logits.shape[0])
+        return logits
+
+    engine.run = counting
+    drive(engine, [request(words(i, 100), max_tokens=1, prompt_logprobs=0) for i in range(8)])
+    assert max(rows) <= MAX_PROMPT_LOGPROB_TOKENS + 8
+
+
+class Poisoned:
+    """A model whose logits for one position are not finite."""
+
+    def __init__(self, model, position: int) -> None:
+        self.model, self.position = model, position
+
+    def forward(self, batch):
+        logits = self.model.forward(batch).clone()
+        logits[batch.positions[batch.logits_rows] == self.position] = float("nan")
+        return logits
+
+
+def test_numbers_that_are_not_finite_end_one_request_and_leave_nothing_behind() -> None:
+    engine = tiny_engine()
+    healthy = engine.model
+    engine.model = Poisoned(healthy, position=3 * B - 1)
+    bad, good = request(words(1, 3 * B)), request(words(2, 20))
+    for one in (bad, good):
+        engine.submit(one)
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    failures = [output for output in outputs if isinstance(output, Failure)]
+    assert [failure.request_id for failure in failures] == [bad.request_id]
+    assert "not finite" in failures[0].message
+    assert len([o for o in outputs if o.request_id == good.request_id]) == 16, "the other one goes on"
+    assert engine.pool.num_free == engine.pool.num_blocks
+    engine.model = healthy
+    assert ask(engine, words(1, 3 * B)).cache.reused_tokens == 0, "its blocks are forgotten"
+
+
+def test_a_fault_in_one_request_ends_that_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine()
+    bad, good = request(words(1, 20), seed=99, temperature=1.0), request(words(2, 20))
+    sample = sampler.sample
+
+    def faulty(logits, params, *rest):
+        if params.seed == 99:
+            raise IndexError("a bug")
+        return sample(logits, params, *rest)
+
+    monkeypatch.setattr(sampler, "sample", faulty)
+    with EngineClient(engine) as client:
+        with pytest.raises(GenerationError, match="a bug"):
+            list(client.stream(bad))
+        assert len(list(client.stream(good))) == 16
+        assert client.failure is None
+    assert engine.pool.num_free == engine.pool.num_blocks
+
+
+def test_a_stop_string_that_is_a_special_token() -> None:
+    engine = scripted_engine([*b"ab", 258, *b"cd"])
+    engine._special_ids = {"<pad>": 258}
+    answer = ask(engine, words(1, 5), stop=("<pad>",), max_tokens=5)
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("ab", "stop", "<pad>")
 
 
 def test_clear_forgets_every_prefix() -> None:

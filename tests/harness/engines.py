@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
-from kvire.attention.reference import PortableAttention
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvire.attention.paged_cache import PagedCache, PagedModel
+from kvire.attention.reference import PortableAttention
 from kvire.cache.batch import Batch
 from kvire.cache.paged import PagedKV
 from kvire.core.config import EngineConfig
@@ -18,7 +18,7 @@ from kvire.core.keys import Namespace
 from kvire.core.report import CacheReport
 from kvire.core.spec import KVGroup, KVSpec, LayerKind
 from kvire.engine.engine import Engine
-from kvire.engine.request import Request, SamplingParams, TokenLogprobs
+from kvire.engine.request import Output, Request, SamplingParams, TokenLogprobs
 
 VOCAB = 259  # 256 bytes, then beginning, end and padding
 EOS = 257
@@ -119,18 +119,24 @@ class Answer:
         return "".join(self.pieces)
 
 
-def drive(engine: Engine, requests: list[Request], *, check: bool = True) -> dict[tuple[str, int], Answer]:
-    """Run requests to their end, checking the pool and the accounts at every step."""
+def drive(
+    engine: Engine, requests: list[Request], *, check: bool = True, exact: bool = True
+) -> dict[tuple[str, int], Answer]:
+    """Run requests to their end, checking the pool at every step and the accounts at the end.
+
+    exact: nothing else ran meanwhile, so the reports must explain every token.
+    """
     for request in requests:
         engine.submit(request)
     answers: dict[tuple[str, int], Answer] = defaultdict(Answer)
-    idle = 0
+    run_before, idle = engine.stats.forward_tokens, 0
     while engine.has_work:
         steps = engine.stats.steps
         outputs = engine.step()
         idle = 0 if engine.stats.steps > steps else idle + 1
         assert idle < 100, "work is waiting, but nothing runs"
         for output in outputs:
+            assert isinstance(output, Output), f"{output}"
             answer = answers[output.request_id, output.index]
             assert answer.finish_reason is None, "nothing comes after the end"
             answer.token_ids += output.token_ids
@@ -142,11 +148,17 @@ def drive(engine: Engine, requests: list[Request], *, check: bool = True) -> dic
         if check:
             engine.pool.check()
     assert engine.pool.num_free == engine.pool.num_blocks, "all blocks are free at idle"
+    explained = 0
     for request in requests:
         for index in range(request.params.n):
             answer = answers[request.request_id, index]
             assert answer.cache is not None and answer.cache.prompt_tokens == len(request.token_ids)
             assert answer.cache.reused_tokens < len(request.token_ids)
+            # The last token of an answer is never run; the prompt is counted once, with the first answer.
+            explained += answer.cache.recomputed_tokens + max(0, len(answer.token_ids) - 1)
+            explained += answer.cache.computed_tokens if index == 0 else 0
+    if exact:
+        assert explained == engine.stats.forward_tokens - run_before, "the reports account for every token that was run"
     return dict(answers)
 
 

@@ -100,6 +100,10 @@ class GroupedPool:
         """Leading tokens of `token_ids` that the most similar remembered block below `parent` shares."""
         return self.pools[0].closest(parent, token_ids)
 
+    def forget(self, key: BlockKey) -> int:
+        """Take a block and all below it out of every group's index; how many blocks that were."""
+        return sum(pool.forget(key) for pool in self.pools)
+
     def clear(self) -> int:
         """Forget every prefix; how many blocks that were."""
         return sum(pool.clear() for pool in self.pools)

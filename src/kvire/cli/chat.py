@@ -4,6 +4,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from kvire.cli import options as opt
 from kvire.cli.conversation import WARN_SHARE, Conversation
@@ -53,7 +54,7 @@ def chat(
         llm = LLM(model, progress=progress, **engine)
     with llm:
         llm.encode_chat([{"role": "user", "content": "?"}])  # refuses a model without a chat template at once
-        console.print(f"[dim]{model}, {llm.max_model_len} tokens of context. /help lists commands.[/]")
+        console.print(f"[dim]{escape(model)}, {llm.max_model_len} tokens of context. /help lists commands.[/]")
         Terminal(llm, Conversation(llm, system, max_tokens), sampling).run()
 
 

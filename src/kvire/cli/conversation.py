@@ -8,11 +8,11 @@ WARN_SHARE = 0.8  # of the context, from which on the status line warns
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages, oldest first. llm: encodes them. reserve: tokens kept free for the next answer."""
+    """Messages, oldest first. llm: encodes them. max_tokens: longest answer."""
 
     llm: Any
     system: str | None = None
-    reserve: int = 256
+    max_tokens: int = 256
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -26,6 +26,11 @@ class Conversation:
     def limit(self) -> int:
         """Tokens of prompt and answer together."""
         return int(self.llm.max_model_len)
+
+    @property
+    def reserve(self) -> int:
+        """Tokens kept free for the next answer: what it may take, but no more than a quarter of the context."""
+        return min(self.max_tokens, self.limit // 4)
 
     def encoded(self, messages: list[dict[str, Any]] | None = None) -> tuple[int, ...]:
         """Token ids of the conversation up to where the next answer begins."""
@@ -42,15 +47,18 @@ class Conversation:
         Everything after the first dropped turn moves: its KV no longer follows the same prefix and is
         computed again. To pay that price seldom, turns go until half of the context is free.
         """
-        before = self.encoded()
+        before = self.encoded(self.messages[:-1])  # what was said so far; the last message is new
         head = [m for m in self.messages[:1] if m["role"] == "system"]
         turns = self.messages[len(head) :]
         dropped = 0
-        while len(turns) > 1 and len(self.encoded(head + turns)) + self.reserve > self.limit // 2:
+        while len(turns) > 1 and len(self.encoded(head + turns)) > self.limit // 2:
             turns = turns[_turn_length(turns) :]
             dropped += 1
         kept = head + turns
-        return kept, dropped, len(before) - _common_prefix(before, self.encoded(kept))
+        block_size = self.llm.engine.config.block_size
+        cached = len(before) // block_size if self.llm.engine.config.prefix_cache else 0
+        still = _common_prefix(before, self.encoded(kept)) // block_size
+        return kept, dropped, max(0, cached - still) * block_size
 
 
 def _turn_length(messages: list[dict[str, Any]]) -> int:

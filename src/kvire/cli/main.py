@@ -4,6 +4,7 @@ import sys
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from kvire.cli.chat import chat
 from kvire.cli.display import console
@@ -48,7 +49,7 @@ def app() -> None:
     try:
         cli()
     except KvireError as error:
-        console.print("[bold red]kvire:[/]", str(error), markup=True, soft_wrap=True)
+        console.print(f"[bold red]kvire:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

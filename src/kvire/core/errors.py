@@ -28,5 +28,9 @@ class QueueFullError(KvireError):
     """Too many requests are waiting (the server answers 429)."""
 
 
+class GenerationError(KvireError):
+    """One request could not go on; others are not affected (the server answers 500)."""
+
+
 class EngineClosedError(KvireError):
     """The engine was closed, or died, before the request finished."""

@@ -3,16 +3,18 @@ queue per request. Whoever answers people or programs (LLM, the server) talks to
 """
 
 import asyncio
+import atexit
 import logging
 import threading
 from collections.abc import AsyncIterator, Iterator
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Protocol, Self
+from weakref import WeakSet
 
-from kvire.core.errors import EngineClosedError
+from kvire.core.errors import EngineClosedError, GenerationError, KvireError
 from kvire.engine.engine import Engine
-from kvire.engine.request import Output, Request
+from kvire.engine.request import Failure, Output, Request
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +22,7 @@ log = logging.getLogger(__name__)
 class Route(Protocol):
     """Where a request's outputs go; called on the engine's thread, so it must not wait."""
 
-    def put(self, item: Output | EngineClosedError) -> None:
+    def put(self, item: Output | KvireError) -> None:
         """Take one output, or the error that ends the request."""
 
 
@@ -33,11 +35,12 @@ class EngineClient:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
-        self._error: EngineClosedError | None = None
+        self._failure: str | None = None
         self._thread = threading.Thread(target=self._loop, name="kvire-engine", daemon=True)
 
     def start(self) -> Self:
         """Start the thread."""
+        _started.add(self)
         self._thread.start()
         return self
 
@@ -47,8 +50,9 @@ class EngineClient:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._fail(EngineClosedError("the engine was closed"))
+        self._fail("the engine was closed")
         self.engine.paged.close()
+        _started.discard(self)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -64,13 +68,13 @@ class EngineClient:
     @property
     def failure(self) -> EngineClosedError | None:
         """Why nothing is answered any more, if so."""
-        return self._error
+        return None if self._failure is None else EngineClosedError(self._failure)
 
     def submit(self, request: Request, route: Route) -> None:
         """Queue a request. Raises RequestError, QueueFullError or EngineClosedError; then nothing was queued."""
         with self._lock:
-            if self._error is not None:
-                raise self._error
+            if self._failure is not None:
+                raise EngineClosedError(self._failure)  # a new one each time: a raised one keeps its traceback
             assert request.request_id not in self._routes, "request ids are unique"
             self.engine.submit(request)
             self._routes[request.request_id] = (route, request.params.n)
@@ -91,13 +95,13 @@ class EngineClient:
 
     def stream(self, request: Request) -> Iterator[Output]:
         """Outputs as they come; leaving the loop early cancels the request."""
-        queue: SimpleQueue[Output | EngineClosedError] = SimpleQueue()
+        queue: SimpleQueue[Output | KvireError] = SimpleQueue()
         self.submit(request, queue)
         unfinished = request.params.n
         try:
             while unfinished:
                 item = queue.get()
-                if isinstance(item, EngineClosedError):
+                if isinstance(item, KvireError):
                     raise item
                 unfinished -= item.finish_reason is not None
                 yield item
@@ -112,7 +116,7 @@ class EngineClient:
         try:
             while unfinished:
                 item = await route.queue.get()
-                if isinstance(item, EngineClosedError):
+                if isinstance(item, KvireError):
                     raise item
                 unfinished -= item.finish_reason is not None
                 yield item
@@ -129,28 +133,39 @@ class EngineClient:
                     self._wake.wait()
         except Exception as error:  # whatever it is, every waiting caller must hear of it
             log.exception("the engine stopped")
-            self._fail(EngineClosedError(f"the engine stopped: {type(error).__name__}: {error}"))
+            self._fail(f"the engine stopped: {type(error).__name__}: {error}")
 
-    def _deliver(self, outputs: list[Output]) -> None:
+    def _deliver(self, outputs: list[Output | Failure]) -> None:
         for output in outputs:
+            failed = isinstance(output, Failure)
             with self._lock:
                 entry = self._routes.get(output.request_id)
                 if entry is None:
                     continue
                 route, unfinished = entry
-                unfinished -= output.finish_reason is not None
-                if unfinished:
+                unfinished -= not isinstance(output, Failure) and output.finish_reason is not None
+                if unfinished and not failed:
                     self._routes[output.request_id] = (route, unfinished)
                 else:
                     del self._routes[output.request_id]
-            route.put(output)
+            route.put(GenerationError(output.message) if isinstance(output, Failure) else output)
 
-    def _fail(self, error: EngineClosedError) -> None:
+    def _fail(self, message: str) -> None:
         with self._lock:
-            self._error = self._error or error
+            self._failure = self._failure or message
             routes, self._routes = list(self._routes.values()), {}
         for route, _ in routes:
-            route.put(self._error)
+            route.put(EngineClosedError(self._failure))
+
+
+# Torch aborts the process if a thread is inside it while the interpreter goes away.
+_started: WeakSet[EngineClient] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for client in list(_started):
+        client.close()
 
 
 class LoopRoute:
@@ -158,9 +173,9 @@ class LoopRoute:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.queue: asyncio.Queue[Output | EngineClosedError] = asyncio.Queue()
+        self.queue: asyncio.Queue[Output | KvireError] = asyncio.Queue()
 
-    def put(self, item: Output | EngineClosedError) -> None:
+    def put(self, item: Output | KvireError) -> None:
         """See Route."""
         try:
             self._loop.call_soon_threadsafe(self.queue.put_nowait, item)

@@ -3,12 +3,16 @@
 The joined pieces equal the decoding of all ids, cut before the stop string if one was found.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 REPLACEMENT = "\ufffd"  # what decoding shows for bytes that are no complete character (yet)
 # Context kept in front of new ids, so that spaces and joins come out as in the whole text.
 CONTEXT_TOKENS = 6
+# A character has 4 bytes: what has not become text after so many ids never will.
+LONG_WINDOW_TOKENS = 64
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Detokenizer:
@@ -38,13 +42,15 @@ class Detokenizer:
         self._ids.append(token_id)
         if self._tokenizer is None or self.stopped_by is not None:
             return ""
+        if self._is_byte(token_id):
+            return ""  # a run of byte tokens is decoded as a whole: one wrong byte changes all of its text
         decoded = self._decode(self._ids[self._window :])
-        complete = decoded.rstrip(REPLACEMENT)
-        if len(complete) > self._in_text:
-            self._text += complete[self._in_text :]
-            self._in_text = len(complete)
-        if complete == decoded and len(self._ids) - self._window > 2 * CONTEXT_TOKENS:
-            self._slide(decoded)
+        complete = self._complete(decoded)
+        if complete > self._in_text:
+            self._text += decoded[self._in_text : complete]
+            self._in_text = complete
+        if len(self._ids) - self._window > 2 * CONTEXT_TOKENS:
+            self._slide(decoded, complete)
         return self._show(final=False)
 
     def finish(self) -> str:
@@ -56,12 +62,29 @@ class Detokenizer:
             self._text = whole
         return self._show(final=True)
 
-    def _slide(self, decoded: str) -> None:
+    def _complete(self, decoded: str) -> int:
+        """How many characters of `decoded` no further id can change."""
+        complete = len(decoded.rstrip(REPLACEMENT))
+        if complete < len(decoded) and len(self._ids) - self._window > LONG_WINDOW_TOKENS:
+            # Not the beginning of a character but text that is broken for good: only its end may still change.
+            head = self._decode(self._ids[self._window : -CONTEXT_TOKENS])
+            if decoded.startswith(head):
+                return max(complete, len(head))
+        return complete
+
+    def _slide(self, decoded: str, complete: int) -> None:
         """Move the window forward, unless it would begin inside a character."""
         start = len(self._ids) - CONTEXT_TOKENS
         tail = self._decode(self._ids[start:])
-        if decoded.endswith(tail) and not tail.startswith(REPLACEMENT):
-            self._window, self._in_text = start, len(tail)
+        broken = len(self._ids) - self._window > LONG_WINDOW_TOKENS
+        before = len(decoded) - len(tail)
+        if decoded.endswith(tail) and complete >= before and (broken or not tail.startswith(REPLACEMENT)):
+            self._window, self._in_text = start, complete - before
+
+    def _is_byte(self, token_id: int) -> bool:
+        """Whether a tokenizer with byte fallback writes this id as one byte."""
+        convert = getattr(self._tokenizer, "convert_ids_to_tokens", None)
+        return convert is not None and BYTE_TOKEN.fullmatch(convert(token_id) or "") is not None
 
     def _show(self, *, final: bool) -> str:
         """A stop string never begins in text that was shown: what may become one is held back."""

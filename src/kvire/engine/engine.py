@@ -9,6 +9,7 @@
 Engine.step() alone drives it, on one thread; nothing here takes a lock or calls back.
 """
 
+import logging
 import secrets
 from collections import deque
 from dataclasses import dataclass, field
@@ -27,9 +28,16 @@ from kvire.core.errors import QueueFullError, RequestError
 from kvire.core.keys import BlockKey, Namespace
 from kvire.engine import sampler
 from kvire.engine.detokenizer import Detokenizer
-from kvire.engine.request import Output, Request, TokenLogprobs
+from kvire.engine.request import Failure, Output, Request, TokenLogprobs
 from kvire.engine.scheduler import Chunk, Scheduler
 from kvire.engine.sequence import Sequence, State
+
+log = logging.getLogger(__name__)
+
+NOT_FINITE = (
+    "the model gave numbers that are not finite; if kv_dtype is float16, its range may be too small for this model: "
+    "try bfloat16 or float32"
+)
 
 
 class Model(Protocol):
@@ -62,6 +70,7 @@ class EngineStats:
     generated_tokens: int = 0
     recomputed_tokens: int = 0
     steps: int = 0
+    forward_tokens: int = 0  # everything that ran through the model
     forward_s: float = 0.0
     misses: dict[str, int] = field(default_factory=dict)
 
@@ -106,7 +115,8 @@ class Engine:
         self._sequences: dict[str, list[Sequence]] = {}
         self._seeds: dict[str, int] = {}
         self._arrivals = 0
-        self._outputs: deque[Output] = deque()
+        self._outputs: deque[Output | Failure] = deque()
+        self._special_ids = _special_ids(tokenizer)
 
     def validate(self, request: Request) -> None:
         """Raise RequestError if the request can never be served. Reads only what never changes."""
@@ -144,8 +154,8 @@ class Engine:
         """Whether step() has anything to do."""
         return bool(self.scheduler.running or self.scheduler.waiting or not self.inbox.empty())
 
-    def step(self) -> list[Output]:
-        """Do one step of the loop; what it added to each answer."""
+    def step(self) -> list[Output | Failure]:
+        """Do one step of the loop; what it added to each answer, and which requests could not go on."""
         self.poll()
         self.scheduler.admit()
         chunks = self.scheduler.schedule()
@@ -178,23 +188,41 @@ class Engine:
         logits = self.model.forward(build_batch(chunks, self.pool.block_size))
         self.stats.forward_s += monotonic() - started
         self.stats.steps += 1
+        self.stats.forward_tokens += sum(chunk.count for chunk in chunks)
         return logits
 
     def commit(self, chunks: list[Chunk], logits: Tensor) -> None:
-        """Publish what was computed, sample what is due, hand out what is new."""
+        """Publish what was computed, sample what is due, hand out what is new.
+
+        What goes wrong with one request ends that request only.
+        """
         row = 0
         for chunk in chunks:
             rows = logits[row : row + logits_rows(chunk)]
             row += len(rows)
-            seq, completes = chunk.seq, chunk.completes
-            if seq.params.prompt_logprobs is not None:
-                self._note_prompt_logprobs(chunk, rows)
-            recomputed = seq.recomputed_tokens
-            self.scheduler.advance(chunk)
-            self.stats.recomputed_tokens += seq.recomputed_tokens - recomputed
-            if completes:
-                self._start_siblings(seq, rows[-1])
-                self._next_token(seq, rows[-1])
+            if chunk.seq.state is not State.RUNNING:
+                continue  # it belongs to a request that just failed
+            try:
+                self._commit(chunk, rows)
+            except AssertionError:
+                raise  # one of our own promises is broken: better no answer from here on than a wrong one
+            except Exception as error:
+                log.exception("request %s failed", chunk.seq.request.request_id)
+                self._fail(chunk.seq, f"{type(error).__name__}: {error}")
+
+    def _commit(self, chunk: Chunk, rows: Tensor) -> None:
+        seq, completes = chunk.seq, chunk.completes
+        if not bool(torch.isfinite(rows).all()):
+            self._fail(seq, NOT_FINITE)
+            return
+        if seq.params.prompt_logprobs is not None:
+            self._note_prompt_logprobs(chunk, rows)
+        recomputed = seq.recomputed_tokens
+        self.scheduler.advance(chunk)
+        self.stats.recomputed_tokens += seq.recomputed_tokens - recomputed
+        if completes:
+            self._start_siblings(seq, rows[-1])
+            self._next_token(seq, rows[-1])
 
     def _accept(self, request: Request) -> None:
         arrival, self._arrivals = self._arrivals, self._arrivals + 1
@@ -210,17 +238,33 @@ class Engine:
             for i in range(request.params.n)
         ]
         first.siblings = others
+        for seq in (first, *others):
+            for stop in request.params.stop_strings:
+                if (special := self._special_ids.get(stop)) is not None:  # such tokens have no text to search
+                    seq.stop_ids[special] = stop
         self._sequences[request.request_id] = [first, *others]
         seed = request.params.seed
         self._seeds[request.request_id] = secrets.randbits(64) if seed is None else seed
         self.scheduler.add(first)
 
-    def _abort(self, request_id: str) -> None:
-        for seq in self._sequences.pop(request_id, []):
-            if seq.state is not State.FINISHED:
-                self.scheduler.remove(seq)
-                self._outputs.append(Output(request_id, seq.index, (), "", "abort"))
+    def _fail(self, seq: Sequence, message: str) -> None:
+        """End a request that cannot go on, and forget what it computed: nobody else may meet it."""
+        request_id = seq.request.request_id
+        if seq.keys:
+            self.pool.forget(seq.keys[0])
+        self._remove(request_id)
+        self._outputs.append(Failure(request_id, message))
+
+    def _remove(self, request_id: str) -> list[Sequence]:
+        """Free everything that a request holds; its sequences that had not finished."""
+        unfinished = [seq for seq in self._sequences.pop(request_id, []) if seq.state is not State.FINISHED]
+        for seq in unfinished:
+            self.scheduler.remove(seq)
         self._seeds.pop(request_id, None)
+        return unfinished
+
+    def _abort(self, request_id: str) -> None:
+        self._outputs += [Output(request_id, seq.index, (), "", "abort") for seq in self._remove(request_id)]
 
     def _start_siblings(self, seq: Sequence, logits: Tensor) -> None:
         """The prompt is computed: let the other samples share it, as far as there are seats."""
@@ -230,6 +274,7 @@ class Engine:
                 self.scheduler.fork(seq, sibling)
                 self._next_token(sibling, logits)
             else:
+                sibling.most_computed = sibling.num_prompt  # no seat to share from: the prompt is computed again
                 self.scheduler.add(sibling)
 
     def _next_token(self, seq: Sequence, logits: Tensor) -> None:
@@ -250,8 +295,8 @@ class Engine:
         self._emit(seq, token, logprobs, self._finish_reason(seq, token))
 
     def _finish_reason(self, seq: Sequence, token: int) -> str | None:
-        if token in seq.params.stop_token_ids:
-            seq.stop_reason = token
+        if token in seq.stop_ids:
+            seq.stop_reason = seq.stop_ids[token]
             return "stop"
         if token in self.eos_token_ids and not seq.params.ignore_eos:
             return "stop"
@@ -308,6 +353,12 @@ class Engine:
             position = seq.num_computed + i + 1
             if position == len(seq.prompt_logprobs) and position < seq.num_prompt:
                 seq.prompt_logprobs.append(sampler.token_logprobs(logits, seq.token_ids[position], wanted))
+
+
+def _special_ids(tokenizer: Any) -> dict[str, int]:
+    """Ids of tokens that have no text in an answer, by how they are written."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {str(token): token_id for token_id, token in added.items() if token.special}
 
 
 def logits_rows(chunk: Chunk) -> int:

@@ -9,6 +9,8 @@ MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
 MAX_LOGIT_BIAS = 1024
+# Smaller values underflow in float32 and mean nothing else than these.
+MIN_TOP_P, MIN_REPETITION_PENALTY = 1e-6, 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +21,8 @@ class SamplingParams:
     everything. min_p: keep tokens at least that share of the likeliest. repetition_penalty: divides
     (multiplies) positive (negative) logits of tokens in prompt and answer. presence_penalty,
     frequency_penalty: subtracted from tokens of the answer, once or per occurrence. logit_bias: added by
-    token id. seed: with it, an answer is the same whatever else runs. stop: strings that end the answer and
+    token id. seed: with it, the random numbers are the same whatever else runs (what may still differ is
+    the last bits of logits, docs/architecture.md). stop: strings that end the answer and
     are no part of it. stop_token_ids: end the answer and are its last id. ignore_eos: go on past the
     model's end tokens. logprobs: how many likeliest tokens to list beside each chosen one (None: no
     logprobs), of the raw model before penalties and temperature. prompt_logprobs: the same for the
@@ -44,12 +47,19 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_stops()
+        self._check_logit_bias()
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError("max_tokens must be at least 1 (0 only to score a prompt: echo with logprobs)")
+
+    def _check_numbers(self) -> None:
         _within("max_tokens", self.max_tokens, 0, 2**31)
         _within("temperature", self.temperature, 0.0, 100.0)
         _within("top_k", self.top_k, 0, 2**31)
-        _within("top_p", self.top_p, 0.0, 1.0, exclude_low=True)
+        _within("top_p", self.top_p, MIN_TOP_P, 1.0)
         _within("min_p", self.min_p, 0.0, 1.0)
-        _within("repetition_penalty", self.repetition_penalty, 0.0, 100.0, exclude_low=True)
+        _within("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _within("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _within("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         _within("n", self.n, 1, MAX_SAMPLES)
@@ -58,15 +68,23 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _within(name, getattr(self, name), 0, MAX_LOGPROBS)
-        stops = self.stop_strings
-        if len(stops) > MAX_STOPS or any(not 0 < len(s) <= MAX_STOP_CHARS for s in stops):
+
+    def _check_stops(self) -> None:
+        if len(self.stop_strings) > MAX_STOPS or any(not 0 < len(s) <= MAX_STOP_CHARS for s in self.stop_strings):
             raise RequestError(f"stop takes at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
+        if not isinstance(self.stop_token_ids, list | tuple):
+            raise RequestError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
+        for token_id in self.stop_token_ids:
+            _token_id("stop_token_ids", token_id)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+
+    def _check_logit_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, got {len(self.logit_bias)}")
-        if any(not abs(bias) <= 100 for bias in self.logit_bias.values()):
-            raise RequestError("logit_bias values must lie between -100 and 100")
-        if self.max_tokens == 0 and self.prompt_logprobs is None:
-            raise RequestError("max_tokens must be at least 1 (0 only to score a prompt: echo with logprobs)")
+        for token_id, bias in self.logit_bias.items():
+            _token_id("logit_bias", token_id)
+            _within("logit_bias", bias, -100.0, 100.0)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -114,13 +132,24 @@ class Output:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
-def _within(name: str, value: float, low: float, high: float, *, exclude_low: bool = False) -> None:
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request could not go on; none of its answers gets another output."""
+
+    request_id: str
+    message: str
+
+
+def _token_id(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RequestError(f"{name} names tokens by their ids, whole numbers, got {value!r}")
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
     """Also refuses NaN, booleans and text, which compare in surprising ways."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RequestError(f"{name} must be a number, got {value!r}")
-    if not low <= value <= high or (exclude_low and value == low):
-        raise RequestError(
-            f"{name} must be {'above' if exclude_low else 'at least'} {low} and at most {high}, got {value}"
-        )
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be at least {low} and at most {high}, got {value}")
     if isinstance(low, int) and not isinstance(value, int):
         raise RequestError(f"{name} must be a whole number, got {value}")

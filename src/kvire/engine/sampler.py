@@ -30,8 +30,10 @@ def sample(
     scores = penalised(logits, params, prompt, answer)
     if params.temperature == 0:
         return int(scores.argmax())
-    probs, ids = _candidates(torch.softmax(scores / params.temperature, dim=-1), params)
-    cumulative = probs.double().cumsum(0)
+    # In float64 and from the largest score down, so that no temperature overflows.
+    wide = scores.double()
+    probs, ids = _candidates(torch.softmax((wide - wide.max()) / params.temperature, dim=-1), params)
+    cumulative = probs.cumsum(0)
     draw = uniform(seed, index, position) * float(cumulative[-1])
     choice = int(torch.searchsorted(cumulative, draw, right=True))
     return int(ids[min(choice, ids.numel() - 1)])

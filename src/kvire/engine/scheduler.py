@@ -13,8 +13,8 @@ from kvire.core.keys import BlockKey
 from kvire.core.report import MissReason
 from kvire.engine.sequence import Sequence, State
 
-# A prompt whose logprobs are asked for needs logits of every token; this bounds their memory
-# (64 rows of a vocabulary of 262,144 in float32 are 67 MB).
+# A prompt whose logprobs are asked for needs logits of every token; this bounds their number in one step, and so
+# their memory (64 rows of a vocabulary of 262,144 in float32 are 67 MB).
 MAX_PROMPT_LOGPROB_TOKENS = 64
 
 
@@ -97,6 +97,7 @@ class Scheduler:
         lease.extend(more)
         seq.lease, seq.state, seq.admitted = lease, State.RUNNING, True
         seq.num_computed, seq.num_published = matched * self.pool.block_size, matched
+        seq.most_computed = max(seq.most_computed, seq.num_computed)  # lost before use, a hit is computed again
         self.waiting.remove(seq)
         insort(self.running, seq, key=_order)
         if self.prefix_cache:
@@ -137,13 +138,14 @@ class Scheduler:
             if seq.state is State.RUNNING:  # not preempted for an older one in this loop
                 self._make_room(seq)
         chunks = [Chunk(seq, 1) for seq in decoding if seq.state is State.RUNNING]
-        budget = self.max_batch_tokens - len(chunks)
+        budget, scored = self.max_batch_tokens - len(chunks), MAX_PROMPT_LOGPROB_TOKENS
         for seq in self.running:
-            if seq.num_remaining > 1 and budget > 0:
-                limit = MAX_PROMPT_LOGPROB_TOKENS if seq.params.prompt_logprobs is not None else budget
-                count = min(seq.num_remaining, budget, limit)
+            scores_prompt = seq.params.prompt_logprobs is not None
+            count = min(seq.num_remaining, budget, scored if scores_prompt else budget)
+            if seq.num_remaining > 1 and count > 0:
                 chunks.append(Chunk(seq, count))
                 budget -= count
+                scored -= count if scores_prompt else 0
         return sorted(chunks, key=lambda chunk: chunk.count != 1)
 
     def _make_room(self, seq: Sequence) -> None:

@@ -35,6 +35,7 @@ class Sequence:
         self.root = root
         self.block_size = block_size
         self.detokenizer = detokenizer
+        self.stop_ids: dict[int, str | int] = {token_id: token_id for token_id in request.params.stop_token_ids}
         self.token_ids = list(request.token_ids)
         self.num_prompt = len(request.token_ids)
         self.state = State.WAITING

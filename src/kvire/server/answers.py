@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 
 from starlette.types import Receive
 
-from kvire.core.errors import EngineClosedError
+from kvire.core.errors import KvireError
 from kvire.core.report import CacheReport
 from kvire.engine.client import EngineClient, LoopRoute
 from kvire.engine.request import Output, Request
@@ -50,14 +50,14 @@ class Answers:
         self._abort()
 
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
-        """(index of the prompt, output), as they come, up to the last one. Raises EngineClosedError."""
+        """(index of the prompt, output), as they come. Raises GenerationError, EngineClosedError."""
         assert self._route is not None, "enter first"
         index = {request.request_id: i for i, request in enumerate(self.requests)}
         unfinished = sum(request.params.n for request in self.requests)
         waiting = set(index)
         while unfinished:
             item = await self._route.queue.get()
-            if isinstance(item, EngineClosedError):
+            if isinstance(item, KvireError):
                 raise item
             if item.request_id in waiting:
                 waiting.discard(item.request_id)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvire.core.errors import EngineClosedError, KvireError, QueueFullError
+from kvire.core.errors import EngineClosedError, GenerationError, KvireError, QueueFullError
 from kvire.server.json_text import json_response
 
 log = logging.getLogger("kvire.server")
@@ -60,6 +60,8 @@ def api_error(error: Exception) -> ApiError:  # noqa: PLR0911 - a table
         case QueueFullError():
             headers = {"Retry-After": str(RETRY_AFTER_S)}
             return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=headers)
+        case GenerationError():
+            return ApiError(500, f"the answer broke off: {error}", kind="server_error", code="generation_failed")
         case EngineClosedError():
             message = "the engine has stopped and answers nothing more; the server must be restarted"
             return ApiError(503, message, kind="server_error", code="engine_stopped")
