@@ -172,7 +172,7 @@ class _Model:
             if not prompt.isascii() and any("\ud800" <= char <= "\udfff" for char in prompt):
                 raise RequestError("the prompt holds bytes that are no text in UTF-8")
             return tuple(self.tokenizer(prompt)["input_ids"])
-        if not isinstance(prompt, Sequence) or not all(type(token) is int for token in prompt):
+        if not isinstance(prompt, list | tuple) or not all(type(token) is int for token in prompt):
             raise RequestError("a prompt is text or a list of token ids")
         return tuple(prompt)
 

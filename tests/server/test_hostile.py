@@ -53,6 +53,9 @@ HOSTILE = [
     Hostile("type", TEXT, {"prompt": {"a": 1}}),
     Hostile("type", TEXT, {"prompt": [["a"]]}),
     Hostile("type", TEXT, {"prompt": [1, "a"]}),
+    # numbers that underflow
+    *with_field("tiny", "top_p", 1e-46, 5e-324),
+    *with_field("tiny", "repetition_penalty", 1e-39, 5e-324),
     # numbers out of any range
     *with_field("huge", "n", 129, 10**6, 10**100),
     *with_field("huge", "max_tokens", 2**31 + 1, 10**18, 10**4000),

@@ -77,9 +77,10 @@ def generate(
         return
     print(flush=True)
     usage, timing = result.usage, result.timing
+    speed = f", then {1 / timing.tpot_s:.1f} tok/s" if timing.tpot_s else ""
     console.print(
         f"[dim]{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} reused; "
-        f"first token after {seconds(timing.ttft_s)}, then {1 / timing.tpot_s if timing.tpot_s else 0:.1f} tok/s; "
+        f"first token after {seconds(timing.ttft_s)}{speed}; "
         f"{usage.completion_tokens} tokens, {result.finish_reason}[/]",
         soft_wrap=True,
     )
