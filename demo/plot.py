@@ -25,9 +25,9 @@ class Series:
 
 
 def exponent(series: Series) -> float:
-    """Slope of the least-squares line through the logarithms of the upper half of the points."""
-    half = len(series.x) // 2
-    xs, ys = [math.log(v) for v in series.x[half:]], [math.log(v) for v in series.y[half:]]
+    """Slope of the least-squares line through the logarithms of the upper two thirds of the points."""
+    start = len(series.x) // 3
+    xs, ys = [math.log(v) for v in series.x[start:]], [math.log(v) for v in series.y[start:]]
     mx, my = sum(xs) / len(xs), sum(ys) / len(ys)
     return sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Read by OpenMP when torch is first imported, so it has to stand here. By default idle threads spin at every
 # barrier; one other busy process then costs a scheduler tick (4 ms) per barrier, and a token takes five times as
-# long. Waiting passively costs nothing measurable on a quiet machine (docs/adr/0005-torch-thread-pool.md).
+# long. On a quiet machine it makes no measurable difference to a step (docs/adr/0005-torch-thread-pool.md).
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __all__ = ["LLM", "AsyncLLM", "__version__"]

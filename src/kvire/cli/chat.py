@@ -111,7 +111,7 @@ class Terminal:
 
     def _answer(self, ids: tuple[int, ...], *, show: bool, **params: Any) -> Any:
         """Stream an answer; Ctrl-C ends the answer, not the chat. None if it ended before the first token."""
-        from kvire.llm import Collector  # noqa: PLC0415  (loaded by now; see above)
+        from kvire.engine.result import Collector  # noqa: PLC0415  (loaded by now; see above)
 
         request = self.llm.request(ids, self.llm.params(**{**self.sampling, **params}))
         collector = Collector(request)

@@ -58,7 +58,8 @@ def generate(
         "seed": seed,
         "stop": tuple(stop or ()),
     }
-    from kvire.llm import LLM, Collector  # noqa: PLC0415  (torch takes seconds; --help must not wait for it)
+    from kvire.engine.result import Collector  # noqa: PLC0415
+    from kvire.llm import LLM  # noqa: PLC0415  (torch takes seconds; --help must not wait for it)
 
     with LoadProgress() as progress:
         llm = LLM(model, progress=progress, **engine)

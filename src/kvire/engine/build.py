@@ -12,7 +12,7 @@ from kvire.core.memory import available_bytes, format_size, parse_size
 from kvire.core.spec import KVSpec
 from kvire.engine.engine import Engine
 from kvire.models.fingerprint import namespace
-from kvire.models.linear import use_native_linears
+from kvire.models.native_modules import use_native_modules
 from kvire.models.loader import LoadedModel, load
 from kvire.models.progress import Progress
 from kvire.models.resolve import resolve
@@ -69,7 +69,7 @@ def build_engine(name: str, config: EngineConfig, progress: Progress | None = No
     plan = MemoryPlan.measure(config, spec, loaded.max_positions, available_bytes())
     backend = best_attention(config.attention)
     if backend.name.startswith("native"):
-        use_native_linears(loaded.model)
+        use_native_modules(loaded.model)
     paged = PagedKV(spec, plan.num_blocks)
     engine = Engine(
         PagedModel(loaded.model, PagedCache(paged, backend)),

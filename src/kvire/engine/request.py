@@ -140,6 +140,18 @@ class Failure:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Cancel all answers of a request."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Forget every remembered prefix; running answers go on."""
+
+
 def _token_id(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise RequestError(f"{name} names tokens by their ids, whole numbers, got {value!r}")

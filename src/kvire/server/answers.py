@@ -12,7 +12,7 @@ from kvire.core.errors import KvireError
 from kvire.core.report import CacheReport
 from kvire.engine.client import EngineClient, LoopRoute
 from kvire.engine.request import Output, Request
-from kvire.llm import Collector, Result
+from kvire.engine.result import Collector, Result
 from kvire.server.errors import ClientGoneError
 from kvire.server.metrics import Metrics
 

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import Response
 
 from kvire.engine.request import Output
-from kvire.llm import Result
+from kvire.engine.result import Result
 from kvire.server.answers import Answers, provenance, usage
 from kvire.server.json_text import json_response
 from kvire.server.service import Service, new_id

@@ -1,0 +1,46 @@
+"""Chunks of sequences to the one packed batch that the model runs."""
+
+import torch
+from torch import Tensor
+
+from kvire.cache.batch import Batch
+from kvire.engine.scheduler import Chunk
+
+
+def logits_rows(chunk: Chunk) -> int:
+    """How many rows of logits a chunk needs: all for prompt logprobs, one if a token is sampled, else none."""
+    return chunk.count if chunk.seq.params.prompt_logprobs is not None else int(chunk.completes)
+
+
+def build_batch(chunks: list[Chunk], block_size: int) -> Batch:
+    """Pack the chunks, in order, into one batch."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    rows: list[int] = []
+    cu_seqlens, context_lens = [0], []
+    for chunk in chunks:
+        start, end = chunk.seq.num_computed, chunk.seq.num_computed + chunk.count
+        token_ids += chunk.seq.token_ids[start:end]
+        positions += range(start, end)
+        cu_seqlens.append(len(token_ids))
+        context_lens.append(end)
+        rows += range(len(token_ids) - logits_rows(chunk), len(token_ids))
+    groups = [lease_group for chunk in chunks if chunk.seq.lease for lease_group in [chunk.seq.lease.leases]]
+    tables = [_block_tables([leases[g].block_ids for leases in groups]) for g in range(len(groups[0]))]
+    where = torch.tensor(positions)
+    owner = torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor([chunk.count for chunk in chunks]))
+    return Batch(
+        token_ids=torch.tensor(token_ids),
+        positions=where,
+        slots=tuple(t[owner, where // block_size].long() * block_size + where % block_size for t in tables),
+        block_tables=tuple(tables),
+        context_lens=tuple(context_lens),
+        cu_seqlens=tuple(cu_seqlens),
+        logits_rows=torch.tensor(rows, dtype=torch.long),
+    )
+
+
+def _block_tables(tables: list[list[int]]) -> Tensor:
+    """int32 [S, M], padded with block 0."""
+    width = max(len(table) for table in tables)
+    return torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)

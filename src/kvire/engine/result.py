@@ -1,0 +1,118 @@
+"""What a finished request looks like from outside: answers, usage, times, and where the prompt came from."""
+
+from dataclasses import dataclass, field, replace
+from time import monotonic
+
+from kvire.core.report import CacheReport
+from kvire.engine.request import Output, Request, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Completion:
+    """One answer. token_ids: new tokens only, with the one that ended it."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens as they are counted and billed; the prompt counts once, however many answers it got."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and answers."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds, seen from outside the engine. ttft_s: to the first token. tpot_s: per token after it."""
+
+    ttft_s: float
+    total_s: float
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What `generate` and `chat` return: the answers, and where the prompt's KV came from."""
+
+    completions: tuple[Completion, ...]
+    usage: Usage
+    cache: CacheReport
+    timing: Timing
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of the first answer."""
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """New token ids of the first answer."""
+        return self.completions[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the first answer ended: "stop" or "length"."""
+        return self.completions[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """One entry per new token of the first answer, if they were asked for."""
+        return self.completions[0].logprobs
+
+
+class Collector:
+    """Puts the outputs of one request together, in the order they come."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.completions = [Completion() for _ in range(request.params.n)]
+        self._caches: dict[int, CacheReport] = {}  # by answer; the last one of each is complete
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self._started = monotonic()
+        self._first: float | None = None
+        self._last = self._started
+
+    def add(self, output: Output) -> None:
+        """Take the next output."""
+        self._last = monotonic()
+        self._first = self._first or self._last
+        part = self.completions[output.index]
+        part.text += output.text
+        part.token_ids += output.token_ids
+        part.logprobs += output.logprobs or ()
+        part.finish_reason, part.stop_reason = output.finish_reason, output.stop_reason
+        if output.cache is not None:
+            self._caches[output.index] = output.cache
+        self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
+
+    @property
+    def started(self) -> bool:
+        """Whether there is anything to show yet."""
+        return 0 in self._caches
+
+    def result(self) -> Result:
+        """Everything that has come in; an answer cut short has no finish_reason."""
+        assert self.started and self._first is not None
+        cache = replace(
+            self._caches[0],
+            recomputed_tokens=sum(report.recomputed_tokens for report in self._caches.values()),
+            preemptions=sum(report.preemptions for report in self._caches.values()),
+        )
+        tokens = sum(len(part.token_ids) for part in self.completions)
+        longest = max(len(part.token_ids) for part in self.completions)
+        usage = Usage(len(self.request.token_ids), tokens, cache.reused_tokens)
+        ttft = self._first - self._started
+        timing = Timing(ttft, self._last - self._started, (self._last - self._first) / max(1, longest - 1))
+        return Result(tuple(self.completions), usage, cache, timing, self._prompt_logprobs)
