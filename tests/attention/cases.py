@@ -57,9 +57,9 @@ class Case:
             parts.append(naive_attention(self.query[rows], k, v, self.params))
         return torch.cat(parts)
 
-    def only(self, sequence: int) -> "Case":
-        """The same pool with a batch of one of the sequences."""
-        rows = slice(self.batch.cu_seqlens[sequence], self.batch.cu_seqlens[sequence + 1])
+    def only(self, sequence: int, first: int = 0) -> "Case":
+        """The same pool with a batch of one of the sequences, without its `first` rows."""
+        rows = slice(self.batch.cu_seqlens[sequence] + first, self.batch.cu_seqlens[sequence + 1])
         batch = Batch(
             token_ids=self.batch.token_ids[rows],
             positions=self.batch.positions[rows],

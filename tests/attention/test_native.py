@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from attention.cases import LAYER, Shape, make_case, random_shape
-from kvire.attention import cpu
 from kvire.attention.cpu import NativeAttention, native_available, native_module
 from kvire.attention.reference import PortableAttention
 
@@ -119,16 +118,36 @@ def test_other_dtypes_take_the_portable_path() -> None:
     assert torch.equal(case.run(NativeAttention()), case.run(PortableAttention()))
 
 
-def test_without_the_flash_operator_prefill_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_flash", None)
-    case = make_case(Shape(lens=((1, 30), (5, 20), (8, 8)), window=6))
-    torch.testing.assert_close(case.run(NativeAttention()).double(), case.expected(), **TOLERANCE)
+def test_pieces_of_a_long_context_join_up() -> None:
+    # Prefill packs 8192 positions at a time.
+    for lens in ((300, 8300), (9, 16400), (200, 8192), (8200, 8200)):
+        for window in (None, 8150):
+            shape = Shape(lens=(lens,), heads=(2, 1), widths=(8, 8), window=window, sinks=True)
+            case = make_case(shape)
+            torch.testing.assert_close(case.run(NativeAttention()), case.run(PortableAttention()), **TOLERANCE)
 
 
-def test_pieces_of_a_long_context_join_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "CONTEXT_PIECE", 40)
-    case = make_case(Shape(lens=((1, 100), (9, 130), (5, 85), (5, 5)), sinks=True))
-    torch.testing.assert_close(case.run(NativeAttention()).double(), case.expected(), **TOLERANCE)
+@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (8, 2), (10, 2), (7, 1), (100, 1)])
+@pytest.mark.parametrize("widths", [(64, 64), (7, 24), (33, 17), (1, 1), (16, 40)])
+def test_prefill_of_any_shape(heads: tuple[int, int], widths: tuple[int, int]) -> None:
+    lens = ((2, 2), (130, 130), (37, 300), (5, 129), (128, 128), (16, 17), (3, 400))
+    for window, softcap, sinks in ((None, None, False), (20, None, True), (150, 5.0, False)):
+        shape = Shape(lens=lens, heads=heads, widths=widths, window=window, softcap=softcap, sinks=sinks)
+        case = make_case(shape)
+        torch.testing.assert_close(case.run(NativeAttention()).double(), case.expected(), **TOLERANCE)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_prefilled_row_has_the_same_bits_in_any_chunk_and_on_any_number_of_threads(window: int | None) -> None:
+    case = make_case(Shape(lens=((400, 500), (77, 500)), heads=(6, 2), widths=(24, 24), window=window))
+    backend = NativeAttention()
+    together = case.run(backend)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(case.run(backend), together)
+        assert torch.equal(case.only(1).run(backend), together[400:])
+    for first in (1, 2, 63, 398):
+        assert torch.equal(case.only(0, first).run(backend), together[first:400])
 
 
 @pytest.mark.parametrize("slot", [-1, -(2**62), 10**9, 2**62])

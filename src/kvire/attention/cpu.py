@@ -1,4 +1,4 @@
-"""Attention with the C++ kernels: decode in one call, prefill as two flash calls. Also picks the backend."""
+"""Attention with the C++ kernels: one call for all decodes, one per prefill. Also picks the backend."""
 
 import logging
 from functools import cache
@@ -16,9 +16,6 @@ from kvire.cache.paged import PagedKV
 from kvire.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-# Tokens of context that are gathered at a time; bounds the copy (67 MB for 8 heads of 128) of a long one.
-CONTEXT_PIECE = 8192
 
 _DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -89,22 +86,16 @@ class NativeAttention(PortableAttention):
         if plan.num_decodes:
             self._decode(plan, layer, query, params, out)
         for sequence in range(plan.num_decodes, len(plan.batch.context_lens)):
-            if params.softcap is not None or query.shape[-1] != v.shape[-1] or _flash is None:
-                self._attend_sequence(plan, layer, sequence, query, params, out)
-            elif params.window is not None and params.window < plan.batch.context_lens[sequence]:
-                self._prefill_windowed(plan, layer, sequence, query, params, out)
-            else:
-                self._prefill(plan, layer, sequence, query, k, v, params, out)
+            self._prefill(plan, layer, sequence, query, params, out)
         return out
 
     def _decode(self, plan: StepPlan, layer: int, query: Tensor, params: AttentionParams, out: Tensor) -> None:
         """The leading rows, one per sequence, into the leading rows of `out`."""
         key_width = plan.paged.k(layer).shape[-1]
         table = plan.batch.block_tables[plan.paged.group_of[layer]]
-        sinks = None if params.sinks is None else params.sinks.float().contiguous()
+        sinks = _sinks(query, params)
         assert query.shape[-1] == key_width and out.shape[-1] == plan.paged.v(layer).shape[-1]
         assert table.dtype == torch.int32 and table.stride(-1) == 1 and out.is_contiguous()
-        assert sinks is None or sinks.shape == query.shape[1:2]
         self._native.decode_attention(
             self._layer(plan.paged, layer),
             queries=query.data_ptr(),
@@ -125,34 +116,32 @@ class NativeAttention(PortableAttention):
         )
 
     def _prefill(
-        self,
-        plan: StepPlan,
-        layer: int,
-        sequence: int,
-        query: Tensor,
-        k: Tensor,
-        v: Tensor,
-        params: AttentionParams,
-        out: Tensor,
-    ) -> None:
-        """The chunk against itself, causally, then against its context, where nothing is masked; merged."""
-        rows = plan.rows(sequence)
-        q = query[rows]
-        result, lse = _flash_heads(q, k[rows].float(), v[rows].float(), params.scale, causal=True)
-        context = plan.batch.context_lens[sequence] - q.shape[0]
-        for start in range(0, context, CONTEXT_PIECE):
-            piece = self._gather(plan, layer, sequence, start, min(start + CONTEXT_PIECE, context))
-            result, lse = _merge(result, lse, *_flash_unmasked(q, *piece, params.scale))
-        out[rows] = _with_sinks(result, lse, params.sinks)
-
-    def _prefill_windowed(
         self, plan: StepPlan, layer: int, sequence: int, query: Tensor, params: AttentionParams, out: Tensor
     ) -> None:
-        """Tile by tile, each against the stretch of context that its rows can see."""
-        for tile in plan.tiles(sequence, params.window):
-            k, v = self._gather(plan, layer, sequence, tile.start, tile.stop)
-            result, lse = _flash_heads(query[tile.rows], k, v, params.scale, mask=tile.mask)
-            out[tile.rows] = _with_sinks(result, lse, params.sinks)
+        """The rows of one sequence, into theirs of `out`."""
+        rows = plan.rows(sequence)
+        q = query[rows]
+        table = plan.batch.block_tables[plan.paged.group_of[layer]][sequence]
+        sinks = _sinks(query, params)
+        assert q.shape[-1] == plan.paged.k(layer).shape[-1] and out.shape[-1] == plan.paged.v(layer).shape[-1]
+        assert table.dtype == torch.int32 and table.is_contiguous() and out.is_contiguous()
+        self._native.prefill_attention(
+            self._layer(plan.paged, layer),
+            queries=q.data_ptr(),
+            query_stride=q.stride(0),
+            query_head_stride=q.stride(1),
+            tokens=q.shape[0],
+            query_heads=q.shape[1],
+            block_table=table.data_ptr(),
+            table_width=table.numel(),
+            context_len=plan.batch.context_lens[sequence],
+            scale=params.scale,
+            window=params.window or 0,
+            softcap=params.softcap or 0.0,
+            sinks=0 if sinks is None else sinks.data_ptr(),
+            out=out[rows].data_ptr(),
+            threads=torch.get_num_threads(),
+        )
 
     def _gather(self, plan: StepPlan, layer: int, sequence: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         keys, values = plan.paged.k(layer), plan.paged.v(layer)
@@ -220,42 +209,12 @@ def _warn_portable() -> None:
     )
 
 
-# Private in torch, but it alone returns the log-sum-exp that merging two parts needs. SDPA itself runs on it.
-_flash: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-
-
-def _flash_heads(
-    query: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """query: [n, query_heads, d], k, v: [L, kv_heads, d] -> [n, query_heads, d] and log-sum-exp [n, query_heads]."""
-    # The operator takes any strides but the last: there it reads as if they were 1.
-    q, k, v = (_rows(x).transpose(0, 1)[None] for x in (query, k, v))
-    out, lse = _flash(q, k, v, is_causal=causal, attn_mask=mask, scale=scale)
-    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
-
-
-def _flash_unmasked(query: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The same where every row sees every key.
-
-    Query heads that share a KV head become rows of one head: larger matrix products, 8 to 14 % faster.
-    """
-    n, heads, width = query.shape
-    kv_heads = k.shape[1]
-    rows = query.reshape(n, kv_heads, -1, width).transpose(1, 2).reshape(-1, kv_heads, width)
-    out, lse = _flash_heads(rows, k, v, scale)
-    out = out.reshape(n, -1, kv_heads, width).transpose(1, 2).reshape(n, heads, width)
-    return out, lse.reshape(n, -1, kv_heads).transpose(1, 2).reshape(n, heads)
-
-
-def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys: both outputs, weighed by their shares of the sum of exp(score)."""
-    share = torch.sigmoid(a_lse - b_lse)
-    return torch.lerp(b, a, share[..., None]), torch.logaddexp(a_lse, b_lse)
-
-
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """out: [n, heads, d], lse: [n, heads]. A sink takes its share of the sum of exp(score) and gives no value."""
-    return out if sinks is None else out * torch.sigmoid(lse - sinks.float())[..., None]
+def _sinks(query: Tensor, params: AttentionParams) -> Tensor | None:
+    """float32 [query_heads], contiguous."""
+    if params.sinks is None:
+        return None
+    assert params.sinks.shape == query.shape[1:2]
+    return params.sinks.float().contiguous()
 
 
 def _is_cpu_float(x: Tensor) -> bool:

@@ -12,8 +12,8 @@ from kvire.core.memory import available_bytes, format_size, parse_size
 from kvire.core.spec import KVSpec
 from kvire.engine.engine import Engine
 from kvire.models.fingerprint import namespace
-from kvire.models.native_modules import use_native_modules
 from kvire.models.loader import LoadedModel, load
+from kvire.models.native_modules import use_native_modules
 from kvire.models.progress import Progress
 from kvire.models.resolve import resolve
 

@@ -19,6 +19,12 @@ static constexpr int64_t padded(int64_t width) { return (width + 7) / 8 * 8; }
 // share a context of 1k tokens evenly, long enough that merging the parts costs nothing.
 constexpr int64_t kSpanTokens = 256;
 
+// Prefill packs keys and values in tiles of this many positions, cut at multiples of it, each tile in panels of
+// sixteen lanes: what a tile of six rows times two vectors of sums reads from end to end.
+constexpr int64_t kTileTokens = 128, kPanel = 16, kTileRows = 6;
+
+static constexpr int64_t panelled(int64_t width) { return (width + kPanel - 1) / kPanel * kPanel; }
+
 // One layer of the pool. K of block b begins at k + b * k_block_bytes and lies [token, head, key_width];
 // V alike.
 struct PagedLayer {
@@ -46,6 +52,24 @@ struct SpanPartial {
     float* values;   // [query_heads, padded(value_width)]: sum of exp(score - maximum) * v
 };
 
+// Positions begin .. end - 1 of one KV head, all within one tile.
+struct PackedTile {
+    float* k;  // [kTileTokens / kPanel, key_width, kPanel tokens]
+    float* v;  // [panelled(value_width) / kPanel, kTileTokens, kPanel columns]
+    int64_t begin, end;
+};
+
+// Neighbouring tokens of one sequence with the query heads that share one KV head. Row token * group + head.
+struct QueryRows {
+    const float* query;  // [tokens, group, key_width]
+    int64_t query_stride, query_head_stride;
+    int64_t tokens, group;
+    int64_t first;   // position of the first token
+    int64_t window;  // a row sees its last `window` positions; 0: all
+    float scale, softcap;
+    int64_t key_width, value_width;
+};
+
 // out[row, n] = x[row] . weights[n] + bias[n]; everything contiguous float32.
 struct LinearRows {
     const float* x;        // [rows, width]
@@ -53,6 +77,15 @@ struct LinearRows {
     const float* bias;     // [out_width] or null
     float* out;            // [rows, out_width]
     int64_t rows, width, out_width;
+};
+
+// out[row] = weights * (x[row] / sqrt(mean of x[row] squared + epsilon)); everything contiguous float32.
+struct RmsNorm {
+    const float* x;        // [rows, width]
+    const float* weights;  // [width]
+    float* out;            // [rows, width]
+    int64_t rows, width;
+    float epsilon;
 };
 
 struct KernelTable {
@@ -66,12 +99,24 @@ struct KernelTable {
     void (*merge_spans)(const SpanPartial* parts, int64_t count, int64_t query_heads, int64_t value_width,
                         const float* sinks, float* out);
 
+    // One tile of KV head `head`: floats from the blocks of a sequence. Keys without a position are zero.
+    void (*pack_tile)(const PagedLayer& layer, const int32_t* block_table, int64_t head, const PackedTile& tile);
+
+    // The queries, scaled, as attend_tile reads them: rows times key_width floats.
+    void (*pack_queries)(const QueryRows& rows, float* packed);
+
+    // Adds what the rows see of one tile to their sums; an untouched row has maximum -inf and zeros.
+    void (*attend_tile)(const QueryRows& rows, const float* packed, const PackedTile& tile, const SpanPartial& sums);
+
     // `count` floats to elements of a pool, rounding to nearest even, and back.
     void (*encode)(const float* from, char* to, int64_t count, DType dtype);
     void (*decode)(const char* from, float* to, int64_t count, DType dtype);
 
     // Weight rows begin .. end - 1 of a linear layer, for every row of x.
     void (*linear_rows)(const LinearRows& task, int64_t begin, int64_t end);
+
+    // Rows begin .. end - 1.
+    void (*rms_norm)(const RmsNorm& task, int64_t begin, int64_t end);
 
     // Sum of `count` floats, as fast as memory gives them.
     float (*read_sum)(const float* from, int64_t count);

@@ -21,7 +21,8 @@ KVIRE_INLINE void tile(const LinearRows& task, int64_t weight, int64_t row) {
         for (int m = 0; m < Rows; ++m) values[m] = load8(x + m * task.width + i);
         for (int n = 0; n < Weights; ++n) {
             const float* from = w + n * task.width + i;
-            __builtin_prefetch(from + Weights * task.width);  // the same place in the next tile
+            // The same place in the next tile, line by line; tiles.h says why into the second-level cache.
+            if (!(i & 8)) __builtin_prefetch(from + Weights * task.width, 0, /* second level */ 2);
             const v8f lanes = load8(from);
             for (int m = 0; m < Rows; ++m) chains[n][m] += lanes * values[m];
         }

@@ -12,6 +12,7 @@
 #include "kv_rows.h"
 #include "paged_layer.h"
 #include "parallel.h"
+#include "prefill_attention.h"
 
 namespace nb = nanobind;
 
@@ -74,6 +75,20 @@ void decode_attention_at(const PagedLayer& layer, Address queries, int64_t query
     decode_attention(layer, batch, threads);
 }
 
+void prefill_attention_at(const PagedLayer& layer, Address queries, int64_t query_stride, int64_t query_head_stride,
+                          int64_t tokens, int64_t query_heads, Address block_table, int64_t table_width,
+                          int64_t context_len, float scale, int64_t window, float softcap, Address sinks, Address out,
+                          int threads) {
+    require(queries && block_table && out, "prefill_attention: queries, block_table and out are needed");
+    require(window >= 0 && softcap >= 0 && table_width >= 0, "window, softcap and table_width must not be negative");
+    require(threads >= 1, "threads must be positive");
+    const PrefillChunk chunk{pointer<float>(queries), query_stride, query_head_stride, tokens, query_heads,
+                             pointer<int32_t>(block_table), table_width, context_len, scale, window, softcap,
+                             pointer<float>(sinks), pointer<float>(out)};
+    nb::gil_scoped_release unlocked;
+    prefill_attention(layer, chunk, threads);
+}
+
 void linear_rows_at(Address x, int64_t rows, int64_t width, Address weights, int64_t out_width, Address bias,
                     Address out, int threads) {
     constexpr int64_t kTaskWeights = 32;  // small enough to share evenly, large enough to stream
@@ -85,6 +100,19 @@ void linear_rows_at(Address x, int64_t rows, int64_t width, Address weights, int
     parallel_for((out_width + kTaskWeights - 1) / kTaskWeights, threads, [&](int64_t i, int) {
         const int64_t begin = i * kTaskWeights;
         kernels().linear_rows(task, begin, begin + kTaskWeights < out_width ? begin + kTaskWeights : out_width);
+    });
+}
+
+void rms_norm_at(Address x, int64_t rows, int64_t width, Address weights, float epsilon, Address out, int threads) {
+    constexpr int64_t kTaskFloats = 1 << 14;  // so that a decode step stays on the calling thread
+    require(rows >= 0 && width > 0 && threads >= 1, "rms_norm: sizes must be positive");
+    require(rows == 0 || (x && weights && out), "rms_norm: x, weights and out are needed");
+    const RmsNorm task{pointer<float>(x), pointer<float>(weights), pointer<float>(out), rows, width, epsilon};
+    nb::gil_scoped_release unlocked;
+    const int64_t task_rows = width < kTaskFloats ? kTaskFloats / width : 1;
+    parallel_for((rows + task_rows - 1) / task_rows, threads, [&](int64_t i, int) {
+        const int64_t begin = i * task_rows;
+        kernels().rms_norm(task, begin, begin + task_rows < rows ? begin + task_rows : rows);
     });
 }
 
@@ -125,9 +153,17 @@ NB_MODULE(_native, m) {
           nb::arg("table_stride"), nb::arg("table_width"), nb::arg("context_lens"), nb::arg("scale"),
           nb::arg("window"), nb::arg("softcap"), nb::arg("sinks"), nb::arg("out"), nb::arg("threads"),
           "One float32 query row per sequence over its context; int32 block_tables and context_lens.");
+    m.def("prefill_attention", prefill_attention_at, nb::arg("layer"), nb::arg("queries"), nb::arg("query_stride"),
+          nb::arg("query_head_stride"), nb::arg("tokens"), nb::arg("query_heads"), nb::arg("block_table"),
+          nb::arg("table_width"), nb::arg("context_len"), nb::arg("scale"), nb::arg("window"), nb::arg("softcap"),
+          nb::arg("sinks"), nb::arg("out"), nb::arg("threads"),
+          "The last `tokens` float32 query rows of one sequence over its context, causally; int32 block_table.");
     m.def("linear_rows", linear_rows_at, nb::arg("x"), nb::arg("rows"), nb::arg("width"), nb::arg("weights"),
           nb::arg("out_width"), nb::arg("bias"), nb::arg("out"), nb::arg("threads"),
           "out [rows, out_width] = x [rows, width] times weights [out_width, width] transposed, plus bias.");
+    m.def("rms_norm", rms_norm_at, nb::arg("x"), nb::arg("rows"), nb::arg("width"), nb::arg("weights"),
+          nb::arg("epsilon"), nb::arg("out"), nb::arg("threads"),
+          "out [rows, width] = weights [width] * x [rows, width] over the root of its mean square plus epsilon.");
     m.def("read_sum", read_sum_at, nb::arg("floats"), nb::arg("count"), nb::arg("threads"),
           "Reads `count` floats as fast as memory allows; a yardstick for benchmarks.");
     m.def("isa", [] { return kernels().isa; }, "The instruction set in use: avx2, neon or baseline.");
