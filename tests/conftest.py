@@ -17,3 +17,10 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole folders that take long: `make check` leaves them to `make test`."""
+    for item in items:
+        if {"server", "cases"} & set(item.path.parts):
+            item.add_marker(pytest.mark.slow)
