@@ -61,7 +61,8 @@ def main() -> None:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         backend = NativeAttention()
-        facts = {"machine": describe(), "backend": backend.name, "threads_of": Path(native_module().thread_runtime()).name}
+        facts = {"machine": describe(), "backend": backend.name}
+        facts["threads_of"] = Path(native_module().thread_runtime()).name
         facts |= {"pool_mib": options.pool_mib, "block_size": BLOCK_SIZE}
         facts |= {"omp_wait_policy": os.environ["OMP_WAIT_POLICY"]}
         options.json.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
