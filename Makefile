@@ -12,7 +12,7 @@ demo: $(VENV)/.demo  ## the main job, on a real model: cold, warm, a pool too sm
 test: $(VENV)/.dev  ## everything that must hold
 	$(PY) -m pytest
 
-check: lint  ## lint, types, import rules and the fast tests, in under a minute
+check: lint  ## lint, types, import rules and the fast tests, in about two minutes
 	$(PY) -m pytest -m "not model and not slow"
 
 lint: $(VENV)/.dev
