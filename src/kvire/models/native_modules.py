@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 
 from kvire.attention.cpu import native_module
 
-# Measured up to here: 1.1 to 2.8 times as fast as torch at 16 rows of SmolLM2's shapes, at 24 not always faster.
+# Measured up to here: 1.1 to 1.8 times as fast as torch at 16 rows of SmolLM2's shapes, at 24 not always faster.
 MAX_NATIVE_ROWS = 16
 
 # From here on oneDNN's product pays for its setup, 0.5 ms at the first use of a shape.
