@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 PIP := $(VENV)/bin/pip --disable-pip-version-check
 NATIVE := $(wildcard src/kvire/native/*)
 
-.PHONY: demo test check bench docs wheel clean lint
+.PHONY: demo test check mutants sanitize bench gpu-check docs wheel clean lint
 
 demo: $(VENV)/.demo  ## the main job, on a real model: cold, warm, a pool too small, cache off and on
 	$(PY) demo/demo.py
@@ -15,14 +15,36 @@ test: $(VENV)/.dev  ## everything that must hold
 check: lint  ## lint, types, import rules and the fast tests, in about two minutes
 	$(PY) -m pytest -m "not model and not slow"
 
+mutants: $(VENV)/.dev  ## deliberately broken builds, each noticed by the test that claims to; prints how many
+	$(PY) -m pytest -m mutant
+
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(VENV)/bin/typos src tests docs bench demo README.md CHANGELOG.md CONTRIBUTING.md
+	$(VENV)/bin/typos src tests docs bench demo tools README.md CHANGELOG.md CONTRIBUTING.md
 
-bench: $(VENV)/.dev  ## the figures of docs/benchmarks.md; takes about ten minutes
+# Beside the installed kernels, which stay what they are. detect_leaks: Python and torch keep memory until they exit.
+# libstdc++ goes along because the sanitizer looks for its __cxa_throw at start. pytest leaves stderr alone (sys), or
+# the report would die with the process; -vv names the test that did it. Left out: what spends a minute on its slow
+# oracle, over shapes that test_fuzz.py draws too. By PYTEST_ADDOPTS, which the runs inside, on a plain CPU, see as well.
+SANITIZED := build/sanitize
+sanitize: $(VENV)/.dev  ## the kernels' tests under AddressSanitizer and UBSan, in about four minutes; Linux and GCC
+	$(VENV)/bin/cmake -S src/kvire/native -B $(SANITIZED) -DCMAKE_BUILD_TYPE=Debug \
+		-DKVIRE_SANITIZE="address;undefined" -DCMAKE_CXX_COMPILER=g++ \
+		-DPython_EXECUTABLE=$(abspath $(PY)) -Dnanobind_DIR=$$($(PY) -m nanobind --cmake_dir)
+	$(VENV)/bin/cmake --build $(SANITIZED) --parallel 2
+	KVIRE_NATIVE_LIBRARY=$$(echo $(abspath $(SANITIZED))/_native.*.so) \
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:handle_segv=2 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	PYTEST_ADDOPTS="-vv --capture=sys -k 'not test_prefill_of_any_shape'" \
+	$(PY) -m pytest tests/attention tests/models/test_native_modules.py
+
+gpu-check: $(VENV)/.dev  ## is it right on this machine's GPU, and how fast; less than six minutes
+	$(PY) tools/gpu_check.py --json docs/results/gpu_check.json
+
+bench: $(VENV)/.dev  ## the figures of docs/results/README.md, peers included where .peers has them; about 45 minutes
 	$(PY) bench/run.py
 
 docs: $(VENV)/.dev  ## run every example of README and docs

@@ -34,7 +34,7 @@ from kvire.core.spec import KVGroup, KVSpec, LayerKind
 
 SHAPES = {"9/3 x 64 (SmolLM2-135M)": (9, 3, 64), "32/8 x 128 (Llama-3-8B)": (32, 8, 128)}
 LOADS = ((1, 1024), (1, 4096), (16, 1024))  # sequences, tokens of context each
-BLOCK_SIZE = 32
+BLOCK_SIZE = 16  # the default of an engine
 LAYER = 0
 READ_BYTES = 16 << 20  # of one plain read: long enough for threads to start, short enough to miss most interruptions
 
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write raw samples here")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pool-mib", type=int, default=1024)
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "float16", "bfloat16"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "float16", "bfloat16", "int8"])
     options = parser.parse_args()
 
     rows = []
@@ -73,9 +73,9 @@ def make_pool(shape: tuple[int, int, int], dtype: str, size_bytes: int) -> Paged
     _, kv_heads, width = shape
     spec = KVSpec((KVGroup(LayerKind.FULL, (LAYER,), kv_heads, width, width),), dtype, BLOCK_SIZE)
     pool = PagedKV(spec, size_bytes // spec.block_bytes(0))
-    slab = pool.slabs[0]
-    slab[0] = torch.randn(slab.shape[1])
-    slab[1:] = slab[:1]
+    new = torch.randn(2, BLOCK_SIZE, kv_heads, width)
+    pool.write(LAYER, new[0], new[1], torch.arange(BLOCK_SIZE))
+    pool.slabs[0][1:] = pool.slabs[0][:1]
     return pool
 
 
@@ -84,7 +84,7 @@ def measure(pool: PagedKV, shape: tuple[int, int, int], load: tuple[int, int], r
     backend = NativeAttention()
     query_heads, kv_heads, width = shape
     sequences, length = load
-    plans = [backend.plan(pool, batch) for batch in make_batches(pool.num_blocks, sequences, length)]
+    plans = [backend.plan(pool, batch) for batch in make_batches(pool.num_blocks[0], sequences, length)]
     query = torch.randn(sequences, query_heads, width)
     new = torch.zeros(sequences, kv_heads, width)
     params = AttentionParams(scale=1 / math.sqrt(width))
@@ -101,6 +101,7 @@ def measure(pool: PagedKV, shape: tuple[int, int, int], load: tuple[int, int], r
         reads[reader].append(piece.nbytes / timed(lambda r=reader, p=piece: r(p)) / 1e9)
     read = max(reads.values(), key=statistics.median)
     return {
+        "bytes_per_token": pool.spec.bytes_per_token,
         "decode_gb_s": summary(decode),
         "read_gb_s": summary(read),
         "fastest_tenth_gb_s": {"decode": fastest_tenth(decode), "read": max(map(fastest_tenth, reads.values()))},

@@ -9,20 +9,22 @@ llama.cpp takes part if DIR (default ../shared/peers) holds its starter and .pee
 import argparse
 import json
 import random
-import socket
 import statistics
-import subprocess
 import sys
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
+import figures
 import machine
+import systems
 import torch
+from figures import figure, medians, ratios
+from limits import Roofline
 
 from kvire import LLM
 from kvire.models.loader import load
@@ -31,13 +33,15 @@ from kvire.models.resolve import resolve
 PREFILL_TOKENS = 1024
 DECODE_TOKENS = 64
 POOL = "256MiB"  # filled before measuring: a block's memory is touched for the first time only once
-LLAMA_PORT = 18181
+MISS, NO_CACHE, AGAIN = "miss with prefix cache, TTFT s", "no prefix cache, TTFT s", "kvire again, TTFT s"
 
 
 def main() -> None:
     options = _options()
     samples: dict[str, list[float]] = defaultdict(list)
-    model = load(resolve("smollm2")).model
+    folder = resolve("smollm2")
+    model = load(folder).model
+    roofline = Roofline.measure(folder)
     with (
         LLM("smollm2", kv_memory=POOL) as kvire,
         LLM("smollm2", kv_memory=POOL, prefix_cache=False) as plain,
@@ -51,20 +55,22 @@ def main() -> None:
                 for name, value in found.items():
                     samples[name].append(value)
                 print(f"round {i}: " + ", ".join(f"{k} {v:.4g}" for k, v in found.items()), flush=True)
-    report = {
-        "machine": machine.describe(),
-        "limits": {"read_gb_s": machine.read_gb_s(), "matmul_gflops": machine.matmul_gflops()},
-        "figures": {name: machine.summary(values) for name, values in samples.items()},
-        "ratios": ratios(samples),
-    }
-    print(json.dumps({"limits": report["limits"], "ratios": report["ratios"]}, indent=2))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    roofline = roofline.measured_again()
+    figures.write(
+        options.json,
+        {
+            "machine": machine.describe(),
+            "limits": roofline.describe(),
+            "break_even_mb_s": roofline.break_even_mb_s(statistics.median(samples["kvire prefill tok/s"])),
+            "samples": samples,
+            "table": table(samples, roofline),
+        },
+    )
 
 
 def fill(llm: LLM) -> None:
     """Use every block once."""
-    for i in range(llm.engine.pool.num_blocks * 32 // PREFILL_TOKENS + 1):
+    for i in range(llm.engine.pool.num_blocks * llm.engine.pool.block_size // PREFILL_TOKENS + 1):
         ttft(llm, [(31 * i + 7 * j) % 40000 + 1000 for j in range(PREFILL_TOKENS)])
 
 
@@ -85,9 +91,9 @@ def one_round(model: Any, kvire: LLM, plain: LLM, llama: str | None, seed: int) 
         fresh = [rng.randrange(1000, 40000) for _ in range(PREFILL_TOKENS)]
         for llm in order:
             times[id(llm)].append(ttft(llm, fresh))
-    found["miss with prefix cache, TTFT s"] = statistics.median(times[id(kvire)])
-    found["no prefix cache, TTFT s"] = statistics.median(times[id(plain)])
-    found["kvire again, TTFT s"] = ttft(kvire, ids)
+    found[MISS] = statistics.median(times[id(kvire)])
+    found[NO_CACHE] = statistics.median(times[id(plain)])
+    found[AGAIN] = ttft(kvire, ids)
     return found
 
 
@@ -139,53 +145,66 @@ def llama_prefill(url: str, rng: random.Random) -> float:
 
 @contextmanager
 def llama_cpp(peers: Path) -> Iterator[str | None]:
-    python, starter = machine.ROOT / ".peers/llamacpp/bin/python", peers / "serve_llamacpp.py"
-    if not (python.exists() and starter.exists()):
-        print(f"llama.cpp takes no part: {starter} or {python} is missing", file=sys.stderr)
+    """The address of llama.cpp's server, or None if it is not here."""
+    port = systems.free_port()
+    try:
+        command = systems.llama_cpp(port, peers, slots=1)
+    except systems.MissingPeerError as missing:
+        print(f"llama.cpp takes no part: {missing}", file=sys.stderr)
         yield None
         return
-    server = subprocess.Popen(
-        [python, starter, str(LLAMA_PORT), "1", "3600"], cwd=peers, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        _wait_for_port(LLAMA_PORT)
-        yield f"http://127.0.0.1:{LLAMA_PORT}"
-    finally:
-        server.kill()
-        server.wait()
+    with systems.running("llama.cpp", command, port) as server:
+        yield server.url.removesuffix("/v1")
 
 
-def _wait_for_port(port: int) -> None:
-    for _ in range(300):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                sleep(1)
-                return
-        sleep(0.2)
-    raise TimeoutError(f"nothing listens on port {port}")
+def table(samples: dict[str, list[float]], roofline: Roofline) -> list[dict[str, Any]]:
+    """Every figure beside its baseline and its limit; ratios within each round."""
+    step_s = roofline.decode_s(1, DECODE_TOKENS * 1.5)
+    prefill = PREFILL_TOKENS / roofline.prefill_s(PREFILL_TOKENS)
+    found = [
+        *beside(samples, "prefill tok/s", ("transformers", "llama.cpp"), prefill, "the prompt's arithmetic"),
+        *beside(samples, "decode tok/s", ("transformers",), 1 / step_s, "reads of the weights"),
+    ]
+    with_cache, without, again = (samples[name] for name in (MISS, NO_CACHE, AGAIN))
+    what = f"{PREFILL_TOKENS:,} tokens"
+    return [
+        *found,
+        figure(
+            f"{what} never seen: TTFT with prefix cache / without", "x", ratios(with_cache, without),
+            baseline=medians({"without": without}, "s"), limit=1.0, limit_is="a miss costs nothing",
+        ),
+        figure(
+            f"the same {what} again: TTFT", "ms", [1e3 * value for value in again],
+            baseline=medians({"cold": with_cache}, "s"), limit=1e3 * roofline.prefill_s(1, PREFILL_TOKENS),
+            limit_is="one read of the weights and the prompt's KV",
+        ),
+    ]  # fmt: skip
 
 
-def ratios(samples: dict[str, list[float]]) -> dict[str, float]:
-    """Medians of the ratio within each round."""
-    pairs = {
-        "prefill: kvire / transformers": ("kvire prefill tok/s", "transformers prefill tok/s"),
-        "prefill: kvire / llama.cpp": ("kvire prefill tok/s", "llama.cpp prefill tok/s"),
-        "decode: kvire / transformers": ("kvire decode tok/s", "transformers decode tok/s"),
-        "miss: TTFT with / without prefix cache": ("miss with prefix cache, TTFT s", "no prefix cache, TTFT s"),
-        "same prompt again: TTFT / cold": ("kvire again, TTFT s", "miss with prefix cache, TTFT s"),
-    }
-    return {
-        name: statistics.median(x / y for x, y in zip(samples[a], samples[b], strict=True))
-        for name, (a, b) in pairs.items()
-        if samples.get(a) and samples.get(b)
-    }
+def beside(
+    samples: dict[str, list[float]], what: str, peers: tuple[str, ...], limit: float, limit_is: str
+) -> list[dict[str, Any]]:
+    """Kvire's own figure, and how many times a peer's it is."""
+    own = samples[f"kvire {what}"]
+    theirs = {peer: samples[f"{peer} {what}"] for peer in peers if samples.get(f"{peer} {what}")}
+    name, unit = what.split()
+    rows = [figure(f"{name}, alone", unit, own, baseline=medians(theirs, unit), limit=limit, limit_is=limit_is)]
+    for peer, rates in theirs.items():
+        best = limit / statistics.median(rates)
+        rows.append(
+            figure(
+                f"{name}: Kvire / {peer}", "x", ratios(own, rates), baseline=medians({peer: rates}, unit),
+                limit=best, limit_is="Kvire at its limit",
+            )
+        )  # fmt: skip
+    return rows
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the report, raw samples included")
-    parser.add_argument("--peers", type=Path, default=machine.ROOT.parent / "shared" / "peers")
+    parser.add_argument("--peers", type=Path, default=systems.PEERS)
     return parser.parse_args()
 
 

@@ -8,6 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from harness.sanitizer import load_library_under_test
+
+load_library_under_test()
+
 
 @pytest.fixture(autouse=True)
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
@@ -22,5 +26,17 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole folders that take long: `make check` leaves them to `make test`."""
     for item in items:
-        if {"server", "cases"} & set(item.path.parts):
+        if {"server", "cases", "proof"} & set(item.path.parts):
             item.add_marker(pytest.mark.slow)
+        if getattr(item, "originalname", "") == "test_notices_a_broken_build":
+            item.add_marker(pytest.mark.mutant)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many of the broken builds that were tried were noticed."""
+    stats = terminalreporter.stats
+    killed, survived = (
+        [report for report in stats.get(outcome, []) if "mutant" in report.keywords] for outcome in ("passed", "failed")
+    )
+    if killed or survived:
+        terminalreporter.write_line(f"mutants killed: {len(killed)} of {len(killed) + len(survived)}")

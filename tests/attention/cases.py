@@ -44,7 +44,8 @@ class Case:
     def run(self, backend: PortableAttention) -> Tensor:
         plan = self.plan(backend)
         backend.write(plan, LAYER, self.k, self.v)
-        return backend.attend(plan, LAYER, self.query, self.k, self.v, self.params)
+        k, v = self.paged.rounded(self.k), self.paged.rounded(self.v)
+        return backend.attend(plan, LAYER, self.query, k, v, self.params)
 
     def plan(self, backend: PortableAttention) -> StepPlan:
         return backend.plan(self.paged, self.batch)
@@ -101,17 +102,18 @@ def make_case(shape: Shape, seed: int = 0) -> Case:
     kind = LayerKind.FULL if shape.window is None else LayerKind.SLIDING
     group = KVGroup(kind, (0, LAYER), kv_heads, key_width, value_width, shape.window)
     paged = PagedKV(KVSpec((group,), shape.dtype, shape.block_size), num_blocks)
-    for slab in paged.slabs:
-        slab.fill_(math.nan)
+    for x in (paged.k, paged.v) if shape.dtype != "int8" else (paged.k_scales, paged.v_scales):
+        for layer in group.layers:
+            x(layer).fill_(math.nan)
 
     dense, new_k, new_v, slots, positions = [], [], [], [], []
     for s, (count, length) in enumerate(shape.lens):
-        k = torch.randn(length, kv_heads, key_width, generator=draw).to(paged.dtype).float()
-        v = torch.randn(length, kv_heads, value_width, generator=draw).to(paged.dtype).float()
+        k = torch.randn(length, kv_heads, key_width, generator=draw)
+        v = torch.randn(length, kv_heads, value_width, generator=draw)
         position = torch.arange(length)
         slot = tables[s][position // shape.block_size].long() * shape.block_size + position % shape.block_size
         paged.write(LAYER, k[: length - count], v[: length - count], slot[: length - count])
-        dense.append((k, v))
+        dense.append((paged.rounded(k), paged.rounded(v)))
         new_k.append(k[length - count :])
         new_v.append(v[length - count :])
         slots.append(slot[length - count :])
@@ -131,6 +133,19 @@ def make_case(shape: Shape, seed: int = 0) -> Case:
     sinks = torch.randn(query_heads, generator=draw) if shape.sinks else None
     params = AttentionParams(1 / math.sqrt(key_width), shape.window, shape.softcap, sinks)
     return Case(shape, paged, batch, query, torch.cat(new_k), torch.cat(new_v), params, dense)
+
+
+def assert_reaches_every_answer(backend: PortableAttention, value: float) -> None:
+    """A number that is not finite, written to an int8 pool, shows in all rows that see it: decoded and prefilled."""
+    for name in ("k", "v"):
+        case = make_case(Shape(lens=((1, 300), (1, 40), (40, 90)), dtype="int8"))
+        assert case.run(backend).isfinite().all()
+        for row in (0, 2):  # the first sequence's only token, the last one's first; in the first of two KV heads
+            getattr(case, name)[row, 0, 5] = value
+        finite = case.run(backend).isfinite()
+        seen = torch.zeros_like(finite)
+        seen[0, :2] = seen[2:, :2] = True
+        assert torch.equal(finite, ~seen), name
 
 
 def _block_tables(shape: Shape, draw: random.Random) -> tuple[Tensor, int]:
@@ -162,7 +177,7 @@ def random_shape(seed: int) -> Shape:
         heads=(kv_heads * draw.choice([1, 2, 3, 4, 5, 8]), kv_heads),
         widths=(key_width, draw.choice([key_width, key_width, 12, 40])),
         block_size=draw.choice([1, 8, 16, 24, 32]),
-        dtype=draw.choice(["float32", "float16", "bfloat16"]),
+        dtype=draw.choice(["float32", "float16", "bfloat16", "int8"]),
         window=draw.choice([None, None, 1, 7, 64, 300]),
         softcap=draw.choice([None, None, 20.0, 1.5]),
         sinks=draw.random() < 0.3,

@@ -1,6 +1,7 @@
 """The C++ kernels against the portable path and a softmax written out, and the promises they make besides."""
 
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.cases import LAYER, Shape, make_case, random_shape
+from attention.cases import LAYER, Shape, assert_reaches_every_answer, make_case, random_shape
 from kvire.attention.cpu import NativeAttention, native_available, native_module
 from kvire.attention.reference import PortableAttention
 
@@ -26,7 +27,7 @@ def test_equals_a_plain_softmax(seed: int) -> None:
     torch.testing.assert_close(case.run(NativeAttention()).double(), case.expected(), **TOLERANCE)
 
 
-@pytest.mark.parametrize("seed", range(100, 110))
+@pytest.mark.parametrize("seed", range(100, 112))
 def test_equals_the_portable_path_on_long_contexts(seed: int) -> None:
     torch.set_num_threads(2)
     shape = Shape(
@@ -34,15 +35,15 @@ def test_equals_the_portable_path_on_long_contexts(seed: int) -> None:
         heads=((9, 3), (32, 8))[seed % 2],
         widths=(64, 64),
         block_size=32,
-        dtype=("float32", "float16", "bfloat16")[seed % 3],
-        window=(None, 512)[seed // 3 % 2],
-        sinks=seed % 4 == 0,
+        dtype=("float32", "float16", "bfloat16", "int8")[seed % 4],
+        window=(None, 512)[seed // 4 % 2],
+        sinks=seed % 3 == 0,
     )
     case = make_case(shape, seed)
     torch.testing.assert_close(case.run(NativeAttention()), case.run(PortableAttention()), **TOLERANCE)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
 @pytest.mark.parametrize("window", [None, 70])
 def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_number_of_threads(dtype: str, window: int | None) -> None:
     shape = Shape(
@@ -93,6 +94,38 @@ def test_rounds_as_torch_does(dtype: str, width: int) -> None:
         assert_same_bits(read, wanted.float())
 
 
+@pytest.mark.parametrize("width", [1, 8, 13, 64])
+def test_quantises_as_the_portable_path_does(width: int) -> None:
+    draw = torch.Generator().manual_seed(width)
+    rows = torch.randn(3000, width, generator=draw) * 2.0 ** torch.randint(-150, 127, (3000, 1), generator=draw)
+    ties = torch.randint(-254, 255, (500, width), generator=draw) / 2  # exact halves, where the largest is 127
+    ties[:, 0] = 127
+    rows = torch.cat([rows, ties, torch.zeros(1, width), torch.full((1, width), 3.4028234e38)])
+    for value in (math.nan, math.inf, -math.inf):
+        odd = torch.randn(width, width, generator=draw)
+        rows = torch.cat([rows, odd.fill_diagonal_(value)])
+    k, v = rows.view(-1, 1, width), -rows.view(-1, 1, width)
+    cases = []
+    for backend in (NativeAttention(), PortableAttention()):
+        case = make_case(Shape(lens=((len(k), len(k)),), heads=(1, 1), widths=(width, width), dtype="int8"))
+        plan = case.plan(backend)
+        backend.write(plan, LAYER, k, v)
+        slots = case.batch.slots[0]
+        stored = [x(LAYER).flatten(0, 1)[slots] for x in (case.paged.k, case.paged.k_scales, case.paged.v)]
+        cases.append((*stored, *backend._gather(plan, LAYER, 0, 0, len(k))))
+    for native, portable in zip(*cases, strict=True):
+        assert native.dtype == portable.dtype
+        if native.dtype == torch.int8:
+            assert torch.equal(native, portable)
+        else:
+            assert_same_bits(native, portable)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_stays_so_in_an_int8_pool(value: float) -> None:
+    assert_reaches_every_answer(NativeAttention(), value)
+
+
 def assert_same_bits(left: torch.Tensor, right: torch.Tensor) -> None:
     """Signs of zeros included; any nan is like any other, also within torch."""
     assert torch.equal(left.isnan(), right.isnan())
@@ -131,15 +164,21 @@ def test_pieces_of_a_long_context_join_up() -> None:
 @pytest.mark.parametrize("widths", [(64, 64), (7, 24), (33, 17), (1, 1), (16, 40)])
 def test_prefill_of_any_shape(heads: tuple[int, int], widths: tuple[int, int]) -> None:
     lens = ((2, 2), (130, 130), (37, 300), (5, 129), (128, 128), (16, 17), (3, 400))
-    for window, softcap, sinks in ((None, None, False), (20, None, True), (150, 5.0, False)):
-        shape = Shape(lens=lens, heads=heads, widths=widths, window=window, softcap=softcap, sinks=sinks)
-        case = make_case(shape)
+    for dtype, window, softcap, sinks in (
+        ("float32", None, None, False),
+        ("float32", 20, None, True),
+        ("int8", 150, 5.0, False),
+    ):
+        case = make_case(Shape(lens, heads, widths, dtype=dtype, window=window, softcap=softcap, sinks=sinks))
         torch.testing.assert_close(case.run(NativeAttention()).double(), case.expected(), **TOLERANCE)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("window", [None, 70])
-def test_a_prefilled_row_has_the_same_bits_in_any_chunk_and_on_any_number_of_threads(window: int | None) -> None:
-    case = make_case(Shape(lens=((400, 500), (77, 500)), heads=(6, 2), widths=(24, 24), window=window))
+def test_a_prefilled_row_has_the_same_bits_in_any_chunk_and_on_any_number_of_threads(
+    dtype: str, window: int | None
+) -> None:
+    case = make_case(Shape(lens=((400, 500), (77, 500)), heads=(6, 2), widths=(24, 24), dtype=dtype, window=window))
     backend = NativeAttention()
     together = case.run(backend)
     for threads in (1, 2, 3):
@@ -166,7 +205,7 @@ def test_a_slot_outside_the_pool_is_refused_before_anything_is_written(slot: int
 def test_a_block_outside_the_pool_is_refused(block: int | str) -> None:
     case = make_case(Shape(lens=((1, 40), (5, 30)), window=20))
     backend = NativeAttention()
-    wrong = case.paged.num_blocks if isinstance(block, str) else block
+    wrong = case.paged.k(LAYER).shape[0] if isinstance(block, str) else block
     for sequence, needed, unneeded in ((0, 1, 0), (1, 1, None)):
         table = case.batch.block_tables[0]
         right = table[sequence].clone()
@@ -196,11 +235,19 @@ def test_senseless_arguments_are_refused() -> None:
     sizes = {"num_blocks": 2, "block_size": 4, "heads": 1, "key_width": 8, "value_width": 8, "dtype": 0}
     strides = {"k_block_stride": 64, "v_block_stride": 64}
     native.PagedLayer(k=64, v=64, **strides, **sizes)
-    for wrong in ({"heads": 0}, {"block_size": -1}, {"dtype": 3}, {"key_width": 17}, {"num_blocks": 0}):
+    for wrong in ({"heads": 0}, {"block_size": -1}, {"dtype": 4}, {"key_width": 17}, {"num_blocks": 0}):
         with pytest.raises(ValueError, match=r"sizes|dtype|overlap"):
             native.PagedLayer(k=64, v=64, **strides, **{**sizes, **wrong})
     with pytest.raises(ValueError, match="addresses"):
         native.PagedLayer(k=0, v=64, **strides, **sizes)
+    scales = {"k_scales": 64, "v_scales": 64, "k_scale_stride": 4, "v_scale_stride": 4}
+    with pytest.raises(ValueError, match="scales if its dtype is int8"):
+        native.PagedLayer(k=64, v=64, **strides, **sizes, **scales)
+    sizes["dtype"] = 3
+    native.PagedLayer(k=64, v=64, **strides, **sizes, **scales)
+    for wrong in ({"k_scales": 0}, {"v_scales": 0}, {"v_scales": 65}, {"k_scale_stride": 3}, {"v_scale_stride": 3}):
+        with pytest.raises(ValueError, match="scales"):
+            native.PagedLayer(k=64, v=64, **strides, **sizes, **{**scales, **wrong})
     case = make_case(Shape(lens=((1, 20),), heads=(4, 2)))
     case.query = case.query[:, :3]
     with pytest.raises(ValueError, match="multiple"):
@@ -250,4 +297,4 @@ def test_all_of_this_holds_on_a_plain_cpu_and_without_openmp() -> None:
     command = [sys.executable, "-m", "pytest", "-x", "-q", __file__]
     root = Path(__file__).parents[2]
     inner = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
-    assert inner.returncode == 0, inner.stdout[-3000:]
+    assert inner.returncode == 0, inner.stdout[-3000:] + inner.stderr[-5000:]

@@ -1,9 +1,11 @@
 """The portable path against a softmax written out."""
 
+import math
+
 import pytest
 import torch
 
-from attention.cases import LAYER, Shape, make_case, naive_attention, random_shape
+from attention.cases import LAYER, Shape, assert_reaches_every_answer, make_case, naive_attention, random_shape
 from kvire.attention import reference
 from kvire.attention.params import AttentionParams
 from kvire.attention.reference import PortableAttention
@@ -33,6 +35,11 @@ def test_queries_in_half_precision_are_computed_in_float32() -> None:
     out = case.run(PortableAttention())
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), case.expected(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_stays_so_in_an_int8_pool(value: float) -> None:
+    assert_reaches_every_answer(PortableAttention(), value)
 
 
 def test_latent_attention_expands_each_context_once() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvire.cache.block_pool import BlockPool, Lease
-from kvire.core.keys import BlockKey, block_keys
+from kvire.cache.block_pool import Block, BlockPool, Lease
+from kvire.core.keys import BlockKey, block_key, block_keys
 
 ROOT = BlockKey(b"r" * 32)
 B = 4
@@ -185,14 +185,58 @@ def test_evicted_keys_are_remembered_as_such() -> None:
     assert pool.was_evicted(keys[0]) and pool.was_evicted(keys[1])
 
 
-def test_closest_counts_shared_tokens_below_a_parent() -> None:
+def test_relatives_share_tokens_below_a_parent() -> None:
     pool = BlockPool(8, B)
     _, keys = store(pool, "aaaabbbb")
     store(pool, "aaaabXXX")
-    assert pool.closest(ROOT, ids("aaXX")) == 2
-    assert pool.closest(keys[0], ids("bbbX")) == 3
-    assert pool.closest(keys[0], ids("bXXY")) == 3
-    assert pool.closest(ROOT, ids("zzzz")) == 0
+
+    def shared(parent: BlockKey, text: str) -> list[tuple[int, str]]:
+        return [(count, "".join(map(chr, block.token_ids))) for count, block in pool.relatives(parent, ids(text))]
+
+    assert shared(ROOT, "aaXX") == [(2, "aaaa")]
+    assert shared(keys[0], "bbbX") == [(3, "bbbb"), (1, "bXXX")]
+    assert shared(keys[0], "bXXY") == [(3, "bXXX"), (1, "bbbb")]
+    assert shared(ROOT, "zzzz") == []
+
+
+def remember_tail(pool: BlockPool, text: str, parent: BlockKey = ROOT) -> Block:
+    with pool.try_allocate(1) as lease:
+        block = lease.blocks[0]
+        pool.publish(block, block_key(parent, ids(text)), parent, ROOT, ids(text))
+    pool.check()
+    return block
+
+
+def test_tails_are_found_by_their_tokens_and_never_matched_as_full_blocks() -> None:
+    pool = BlockPool(8, B)
+    tail = remember_tail(pool, "ab")
+    assert pool.relatives(ROOT, ids("abcd")) == [(2, tail)]
+    assert len(match(pool, "abcd")) == 0
+
+
+def test_a_tail_gives_way_to_what_continues_it() -> None:
+    pool = BlockPool(8, B)
+    tail = remember_tail(pool, "ab")
+    longer = remember_tail(pool, "abc")
+    assert tail.key is None
+    assert pool.relatives(ROOT, ids("abxx")) == [(2, longer)]
+    remember_tail(pool, "ab")
+    assert pool.num_remembered == 1, "the longer one holds it already"
+    store(pool, "abcd")[0].release()
+    assert longer.key is None and pool.num_remembered == 1
+    other = remember_tail(pool, "abX")
+    assert other.key is not None and pool.num_remembered == 2
+
+
+def test_nothing_is_published_after_a_collision() -> None:
+    """A key that stands for other tokens: what follows would be found as their continuation."""
+    pool = BlockPool(8, B)
+    _, keys = store(pool, "aaaa")
+    with pool.try_allocate(1) as lease:
+        assert not pool.publish(lease.blocks[0], keys[0], ROOT, ROOT, ids("zzzz"))
+    assert pool.stats.collisions == 1
+    with pool.try_allocate(1) as lease:
+        assert pool.publish(lease.blocks[0], keys[0], ROOT, ROOT, ids("aaaa")), "the same tokens can be found"
 
 
 def test_clear_forgets_everything_but_takes_nothing_from_owners() -> None:

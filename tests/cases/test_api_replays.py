@@ -52,7 +52,10 @@ def s39_zero_is_a_number(served: Served) -> None:
             usage = (answer.events[-2] if stream else answer.json)["usage"]
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             assert type(cached) is int
-            assert cached == (0 if cold else (usage["prompt_tokens"] - 1) // BLOCK * BLOCK)
+            if cold:  # a second chat shares the first words of the template
+                assert cached == 0 if i == 0 or path == "/v1/completions" else cached < BLOCK
+            else:
+                assert cached == usage["prompt_tokens"] - 1
 
 
 def images_are_dropped(patch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,18 @@ def test_llama_2_7b_takes_half_a_mebibyte_per_token() -> None:
     assert KVSpec((group,), "float16").bytes_per_token == 512 * 1024
 
 
+def test_int8_takes_a_byte_a_number_and_four_a_scale() -> None:
+    """SmolLM2-135M: 30 layers x 3 heads x (64 + 4 + 64 + 4)."""
+    assert KVSpec((KVGroup(LayerKind.FULL, tuple(range(30)), 3, 64, 64),), "int8").bytes_per_token == 12_240
+
+
+def test_int8_counts_the_gap_before_the_scales() -> None:
+    """3 x 11 bytes of K, 3 x 6 of V, each up to a multiple of 4, then 3 scales; a token costs a third, rounded up."""
+    spec = KVSpec((KVGroup(LayerKind.FULL, (0,), 1, 11, 6),), "int8", block_size=3)
+    assert spec.block_bytes(0) == (33 + 3 + 12) + (18 + 2 + 12)
+    assert spec.bytes_per_token == 27
+
+
 def test_latent_attention_keeps_rank_plus_rope_width() -> None:
     """DeepSeek-V3: 61 layers x (512 + 64) numbers a token, not 128 heads x (192 + 128)."""
     group = KVGroup(LayerKind.LATENT, tuple(range(61)), 1, 512, 64)

@@ -69,15 +69,16 @@ def test_miss_reasons() -> None:
     engine = tiny_engine(num_blocks=16)
     prompt = words(1, 4 * B)
     assert ask(engine, prompt).cache.miss == MissReason.NEVER_STORED
-    assert ask(engine, words(2, B)).cache.miss == MissReason.SHORTER_THAN_BLOCK
-    assert ask(engine, prompt).cache.miss == MissReason.COMPLETE
+    assert ask(engine, words(2, 1)).cache.miss == MissReason.SHORTER_THAN_BLOCK
+    report = ask(engine, prompt).cache
+    assert (report.miss, report.reused_tokens) == (MissReason.COMPLETE, 4 * B - 1)
     other = prompt[: 2 * B + 5] + words(3, 2 * B)
     report = ask(engine, other).cache
-    assert (report.miss, report.miss_token, report.reused_tokens) == (MissReason.DIVERGED, 2 * B + 5, 2 * B)
+    assert (report.miss, report.miss_token, report.reused_tokens) == (MissReason.DIVERGED, 2 * B + 5, 2 * B + 5)
     near = prompt[:7] + words(4, 2 * B)
     report = ask(engine, near).cache
-    assert (report.miss, report.miss_token) == (MissReason.SHORTER_THAN_BLOCK, 7)
-    ask(engine, words(5, 14 * B))
+    assert (report.miss, report.miss_token, report.reused_tokens) == (MissReason.DIVERGED, 7, 7)
+    ask(engine, words(5, 15 * B))
     report = ask(engine, prompt).cache
     assert (report.miss, report.miss_token) == (MissReason.EVICTED, 0)
     off = ask(tiny_engine(prefix_cache=False), prompt).cache
@@ -85,13 +86,107 @@ def test_miss_reasons() -> None:
     assert ask(engine, prompt, prompt_logprobs=0).cache.miss == MissReason.PROMPT_LOGPROBS
 
 
-def test_generated_tokens_are_reused_in_the_next_turn() -> None:
+def test_miss_reasons_where_only_whole_blocks_are_reused() -> None:
+    engine = tiny_engine(num_blocks=16, deterministic=True)
+    prompt = words(1, 4 * B)
+    assert ask(engine, prompt).cache.miss == MissReason.NEVER_STORED
+    assert ask(engine, words(2, B)).cache.miss == MissReason.SHORTER_THAN_BLOCK
+    report = ask(engine, prompt).cache
+    assert (report.miss, report.reused_tokens) == (MissReason.COMPLETE, 3 * B)
+    report = ask(engine, prompt[: 2 * B + 5] + words(3, 2 * B)).cache
+    assert (report.miss, report.miss_token, report.reused_tokens) == (MissReason.DIVERGED, 2 * B + 5, 2 * B)
+    report = ask(engine, prompt[:7] + words(4, 2 * B)).cache
+    assert (report.miss, report.miss_token, report.reused_tokens) == (MissReason.SHORTER_THAN_BLOCK, 7, 0)
+
+
+@pytest.mark.parametrize("length", [1, 2, B - 1, B, B + 1, 3 * B - 1, 3 * B, 3 * B + 1])
+@pytest.mark.parametrize("answer_tokens", [1, 3, B, 2 * B + 3])
+def test_generated_tokens_are_reused_in_the_next_turn(length: int, answer_tokens: int) -> None:
+    """All but the last one, which was never run through the model."""
     engine = tiny_engine()
-    first = ask(engine, words(1, 3 * B), max_tokens=2 * B + 3)
-    history = words(1, 3 * B) + first.token_ids
+    first = ask(engine, words(1, length), max_tokens=answer_tokens)
+    history = words(1, length) + first.token_ids
     answer = ask(engine, history + words(2, 9))
-    assert answer.cache.reused_tokens == (len(history) - 1) // B * B
+    assert answer.cache.reused_tokens == len(history) - 1
     assert answer.token_ids == oracle(history + words(2, 9)).token_ids
+
+
+def test_a_hit_may_end_anywhere() -> None:
+    engine = tiny_engine()
+    prompt = words(1, 3 * B)
+    ask(engine, prompt, max_tokens=1)
+    for shared in range(1, 3 * B):
+        ids = [*prompt[:shared], (prompt[shared] + 1) % 256, 7]
+        answer = ask(engine, ids, max_tokens=2)
+        assert answer.cache.reused_tokens == shared
+        assert answer.token_ids == oracle(ids, max_tokens=2).token_ids
+
+
+def test_a_partial_hit_survives_the_eviction_of_its_source() -> None:
+    """The block that is copied is the first to be evicted for the sequence that copies it."""
+    prompt = words(1, B - 3)
+    ids = prompt + words(2, 7 * B)
+    for num_blocks in (8, 9):
+        engine = tiny_engine(num_blocks=num_blocks, max_model_len=8 * B)
+        ask(engine, prompt, max_tokens=1)
+        answer = ask(engine, ids, max_tokens=3)
+        assert answer.cache.reused_tokens == B - 3
+        assert answer.token_ids == oracle(ids, max_tokens=3).token_ids
+
+
+def test_preempted_sequences_find_what_they_had_computed() -> None:
+    engine = tiny_engine(num_blocks=40, max_batch_tokens=3 * B)
+    old, new = request(words(1, 3 * B), max_tokens=4), request(words(2, 5 * B + 3), max_tokens=4)
+    for one in (old, new):
+        engine.submit(one)
+    engine.step()
+    engine.step()
+    victim = engine.scheduler.running[-1]
+    computed = victim.num_computed
+    assert computed % B, "its last block is not full"
+    engine.scheduler.preempt(victim)
+    answers = drive(engine, [], exact=False)
+    report = answers[new.request_id, 0].cache
+    assert report.preemptions == 1 and report.recomputed_tokens == 0
+    assert answers[new.request_id, 0].token_ids == oracle(words(2, 5 * B + 3), max_tokens=4).token_ids
+
+
+@pytest.mark.parametrize("kv_cache", ["contiguous", "off"])
+def test_modes_to_measure_against_give_the_same_answers(kv_cache: str) -> None:
+    """Samples, preemption-free waiting, penalties: nothing is shared, and every token is accounted for."""
+    prompts = [words(i % 3, 5 + 13 * i) for i in range(8)]
+    engine = tiny_engine(num_blocks=24, max_model_len=12 * B, max_batch_tokens=32, kv_cache=kv_cache)
+    requests = [request(p, max_tokens=20, presence_penalty=0.5) for p in prompts]
+    answers = drive(engine, requests)
+    for one in requests:
+        alone, answer = oracle(list(one.token_ids), max_tokens=20, presence_penalty=0.5), answers[one.request_id, 0]
+        assert answer.token_ids == alone.token_ids
+        assert (answer.cache.miss, answer.cache.reused_tokens) == (MissReason.OFF, 0)
+    sampled = request(prompts[1], n=3, temperature=1.0, seed=1, max_tokens=9)
+    same = request(prompts[1], n=3, temperature=1.0, seed=1, max_tokens=9)
+    samples, expected = drive(engine, [sampled]), drive(tiny_engine(), [same])
+    for i in range(3):
+        assert samples[sampled.request_id, i].token_ids == expected[same.request_id, i].token_ids
+
+
+def test_contiguous_reserves_the_most_an_answer_can_need() -> None:
+    engine = tiny_engine(num_blocks=40, max_model_len=16 * B, kv_cache="contiguous")
+    for i in range(4):
+        engine.submit(request(words(i, 5), max_tokens=4))
+    engine.step()
+    assert len(engine.scheduler.running) == 2, "two times 16 blocks fit into 40"
+    for seq in engine.scheduler.running:
+        ids = seq.lease.leases[0].block_ids
+        assert ids == list(range(ids[0], ids[0] + 16)), "side by side in memory"
+    drive(engine, [], exact=False)
+
+
+def test_off_recomputes_every_token_at_every_step() -> None:
+    engine = tiny_engine(kv_cache="off")
+    report = ask(engine, words(1, 20), max_tokens=5).cache
+    assert engine.stats.forward_tokens == 20 + 21 + 22 + 23 + 24
+    assert report.computed_tokens == 20
+    assert report.recomputed_tokens == 20 + 21 + 22 + 23
 
 
 def test_more_samples_than_seats() -> None:
@@ -205,7 +300,7 @@ def test_clear_forgets_every_prefix() -> None:
     ask(engine, words(1, 3 * B))
     engine.clear()
     assert ask(engine, words(1, 3 * B)).cache.reused_tokens == 0
-    assert ask(engine, words(1, 3 * B)).cache.reused_tokens == 2 * B
+    assert ask(engine, words(1, 3 * B)).cache.reused_tokens == 3 * B - 1
 
 
 def test_aborting_twice_or_something_unknown_is_harmless() -> None:

@@ -9,8 +9,9 @@ from functools import cache
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from kvire.attention.cpu import best_attention
 from kvire.attention.paged_cache import PagedCache, PagedModel
-from kvire.attention.reference import PortableAttention
+from kvire.attention.tiled_model import TiledModel
 from kvire.cache.batch import Batch
 from kvire.cache.paged import PagedKV
 from kvire.core.config import EngineConfig
@@ -63,9 +64,19 @@ def namespace(salt: str = "") -> Namespace:
 
 def tiny_engine(num_blocks: int = 256, *, backend=None, max_model_len: int | None = None, **options) -> Engine:
     """The tiny llama over a pool of `num_blocks` blocks of 16 tokens."""
-    paged = PagedKV(SPEC, num_blocks)
-    model = PagedModel(copy.deepcopy(tiny_llama()), PagedCache(paged, backend or PortableAttention()))
-    return _engine(model, paged, num_blocks, max_model_len, options)
+    model = copy.deepcopy(tiny_llama())
+    return engine_of(model, SPEC, num_blocks, backend=backend, max_model_len=max_model_len, **options)
+
+
+def engine_of(
+    model, spec: KVSpec, num_blocks: int | list[int], *, backend=None, max_model_len: int | None = None, **options
+) -> Engine:
+    """A transformers model of at least VOCAB tokens over a pool of its own. num_blocks: or so many in each group."""
+    paged = PagedKV(spec, num_blocks)
+    deterministic = options.get("deterministic", False)
+    cache = PagedCache(paged, backend or best_attention("portable", deterministic=deterministic))
+    bound = (TiledModel if deterministic else PagedModel)(model, cache)
+    return _engine(bound, paged, max(paged.num_blocks), max_model_len, options)
 
 
 class ScriptedModel:

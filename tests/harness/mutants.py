@@ -45,8 +45,8 @@ def chain_broken_at_multiples(patch: pytest.MonkeyPatch) -> None:
     publish = GroupedPool.publish
 
     def broken(self, lease, index, key, parent, root, token_ids):
-        if index + 1 < len(lease):
-            publish(self, lease, index, key, parent, root, token_ids)
+        ends = index + 1 == len(lease.leases[0])
+        return ends or publish(self, lease, index, key, parent, root, token_ids)
 
     patch.setattr(GroupedPool, "publish", broken)
 
@@ -55,8 +55,8 @@ def published_when_allocated(patch: pytest.MonkeyPatch) -> None:
     """Blocks can be found as soon as they are allocated, before anybody computed them."""
     start = Scheduler._start
 
-    def broken(self, seq, reusable):
-        if not start(self, seq, reusable):
+    def broken(self, seq, *rest):
+        if not start(self, seq, *rest):
             return False
         for index in range(seq.num_published, seq.num_tokens // self.pool.block_size):
             key = seq.full_block_keys()[index]
@@ -71,7 +71,7 @@ def hit_over_a_hole(patch: pytest.MonkeyPatch) -> None:
     """The hit length counts blocks that are there, wherever they lie."""
 
     def broken(self, root, keys, token_ids):
-        return sum(key in self._index for key in keys)
+        return max((i + 1 for i, key in enumerate(keys) if key in self._index), default=0)
 
     def match(self, root, keys, token_ids):
         blocks = [self._index[key] for key in keys if key in self._index]
@@ -157,11 +157,11 @@ def abort_leaks_blocks(patch: pytest.MonkeyPatch) -> None:
     """Cancelling forgets the sequence but not its blocks."""
     remove = Scheduler.remove
 
-    def broken(self, seq):
+    def broken(self, seq, **options):
         if seq.finish_reason is None and seq in self.running:
             self.running.remove(seq)
         else:
-            remove(self, seq)
+            remove(self, seq, **options)
 
     patch.setattr(Scheduler, "remove", broken)
 
@@ -256,8 +256,8 @@ def long_prompts_answer_nothing(patch: pytest.MonkeyPatch) -> None:
 def misses_all_alike(patch: pytest.MonkeyPatch) -> None:
     """Shared prefixes too short for a block look like no shared prefix at all."""
 
-    def broken(self, seq, reusable, matched):
-        seq.device_tokens = matched * self.pool.block_size
+    def broken(self, seq, reusable, hit, computed):
+        seq.device_tokens = computed
         seq.miss = MissReason.NEVER_STORED
 
     patch.setattr(Scheduler, "_explain", broken)

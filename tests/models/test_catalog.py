@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvire.cli.models import _rows
 from kvire.core.errors import ModelNotFoundError
 from kvire.models.catalog import describe, list_models
 from kvire.models.resolve import resolve
@@ -19,17 +20,35 @@ def test_a_directory(tmp_path: Path) -> None:
     assert facts.supported
     assert facts.reason == ""
     assert (facts.model_type, facts.layers, facts.context_tokens) == ("gemma3_text", 4, 2048)
-    assert facts.kv_bytes_per_token == {"float32": 4 * 256, "float16": 2 * 256, "bfloat16": 2 * 256}
+    scales = 4 * 2 * 2 * 4  # int8: a float32 per layer, KV head, and K or V
+    expected = {"float32": 4 * 256, "float16": 2 * 256, "bfloat16": 2 * 256, "int8": 256 + scales}
+    assert facts.kv_bytes_per_token == expected
     assert facts.weights_bytes >= facts.memory_bytes > 0
 
 
 def test_a_refused_model_is_described_with_the_reason(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path / "model")
     config = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(config.replace('"llama"', '"gpt2"'))
+    (folder / "config.json").write_text(config.replace('"llama"', '"bloom"'))
     facts = describe(str(folder))
     assert not facts.supported
-    assert "gpt2 is not supported" in facts.reason
+    assert "bloom is not supported" in facts.reason
+
+
+def test_what_latent_attention_saves(tmp_path: Path) -> None:
+    """4 heads of 24 + 16 numbers in each of 3 layers, against 40 a layer."""
+    facts = describe(str(make_tiny("deepseek_v2", tmp_path / "model")))
+    assert facts.expanded_elements_per_token == 3 * 4 * 40
+    assert facts.kv_bytes_per_token["float16"] == 3 * 40 * 2
+    rows = dict(_rows(facts))
+    assert rows["without latent attention"] == "960 B a token in float16, 4 times as much"
+    assert "without latent attention" not in dict(_rows(describe(str(make_tiny("llama", tmp_path / "llama")))))
+
+
+def test_layers_that_share_kv(tmp_path: Path) -> None:
+    facts = describe(str(make_tiny("gemma4_text", tmp_path / "model")))
+    assert facts.layers == 6
+    assert dict(_rows(facts))["shared KV"].startswith("2 layers read an earlier layer's")
 
 
 def test_a_gguf_before_and_after_its_conversion(tmp_path: Path) -> None:

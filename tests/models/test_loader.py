@@ -1,6 +1,7 @@
 """Loading: the unmodified class with exactly the weights of the files, and what goes with it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,23 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from kvire.core.errors import ConfigError, UnsupportedModelError
 from kvire.core.spec import LayerKind
 from kvire.models import loader
+from kvire.models.families import kv_groups
 from kvire.models.loader import load
 
-from .tiny import EOS, FAMILIES, WINDOW, byte_tokenizer, make_tiny
+from .tiny import EACH_FAMILY, EOS, WINDOW, byte_tokenizer, make_tiny
 
 
 def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model(ids, use_cache=False).logits[0, -1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_every_family(family: str, tmp_path: Path) -> None:
     loaded = load(make_tiny(family, tmp_path / family))
     config = AutoConfig.from_pretrained(loaded.path)
     assert isinstance(config, PreTrainedConfig)
-    assert sorted(i for group in loaded.groups for i in group.layers) == list(range(config.num_hidden_layers))
+    keeping = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
+    assert sorted(i for group in loaded.groups for i in group.layers) == list(range(keeping))
     assert all(group.window == WINDOW for group in loaded.groups if group.kind is LayerKind.SLIDING)
     assert loaded.max_positions == 2048
     assert loaded.eos_token_ids == (EOS,)
@@ -36,7 +39,7 @@ def test_every_family(family: str, tmp_path: Path) -> None:
     assert loaded.weights_bytes > 100_000
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_logits_depend_on_all_of_the_kv(family: str, tmp_path: Path) -> None:
     """What makes the tiny models worth testing with: every token in reach changes the answer visibly."""
     loaded = load(make_tiny(family, tmp_path / family))
@@ -85,6 +88,26 @@ def _rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
         else:
             tensors[name] = value
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("family", "wrong", "words"),
+    [
+        ("mistral", {"window": 23}, "looks back 24 tokens, config.json says 23"),
+        ("gemma4_text", {"window": 23}, "looks back 24 tokens, config.json says 23"),
+        ("exaone4", {"kind": LayerKind.FULL, "window": None}, "looks back 24 tokens, config.json says None"),
+        ("llama", {"kind": LayerKind.SLIDING, "window": 24}, "looks back None tokens, config.json says 24"),
+        ("gpt2", {"layers": (0, 1)}, r"layers \[0, 1, 2\] keep KV"),
+        ("qwen3", {"kv_heads": 4}, "K is 32 wide, not 64"),
+    ],
+)
+def test_groups_are_held_against_the_layers_as_built(
+    family: str, wrong: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *others, last = kv_groups(AutoConfig.from_pretrained(make_tiny(family, tmp_path / family)))
+    monkeypatch.setattr(loader, "kv_groups", lambda _: (*others, replace(last, **wrong)))
+    with pytest.raises(UnsupportedModelError, match=words):
+        load(tmp_path / family)
 
 
 @pytest.mark.parametrize(

@@ -173,4 +173,4 @@ def test_all_of_this_holds_on_a_plain_cpu_and_without_openmp() -> None:
     command = [sys.executable, "-m", "pytest", "-x", "-q", __file__]
     root = Path(__file__).parents[2]
     inner = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
-    assert inner.returncode == 0, inner.stdout[-3000:]
+    assert inner.returncode == 0, inner.stdout[-3000:] + inner.stderr[-5000:]

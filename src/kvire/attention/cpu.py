@@ -10,14 +10,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from kvire.attention.blockwise import BlockwiseAttention
 from kvire.attention.params import AttentionParams
-from kvire.attention.reference import PortableAttention, StepPlan
+from kvire.attention.reference import Expand, PortableAttention, StepPlan
 from kvire.cache.paged import PagedKV
 from kvire.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 
 
 @cache
@@ -166,8 +167,11 @@ class NativeAttention(PortableAttention):
         layers = self._layers.setdefault(paged, {})
         if layer not in layers:
             k, v = paged.k(layer), paged.v(layer)
+            k_scales, v_scales = paged.k_scales(layer), paged.v_scales(layer)
             assert k.device.type == "cpu" and k.stride()[1:] == (k.shape[2] * k.shape[3], k.shape[3], 1)
             assert v.shape[:3] == k.shape[:3] and v.stride()[1:] == (v.shape[2] * v.shape[3], v.shape[3], 1)
+            for scales in (k_scales, v_scales):
+                assert scales is None or (scales.shape == k.shape[:3] and scales.stride()[1:] == (k.shape[2], 1))
             layers[layer] = self._native.PagedLayer(
                 k=k.data_ptr(),
                 v=v.data_ptr(),
@@ -179,25 +183,59 @@ class NativeAttention(PortableAttention):
                 key_width=k.shape[3],
                 value_width=v.shape[3],
                 dtype=_DTYPE_CODES[k.dtype],
+                k_scales=0 if k_scales is None else k_scales.data_ptr(),
+                v_scales=0 if v_scales is None else v_scales.data_ptr(),
+                k_scale_stride=0 if k_scales is None else k_scales.stride(0),
+                v_scale_stride=0 if v_scales is None else v_scales.stride(0),
             )
         return layers[layer]
 
 
-def best_attention(kind: str = "auto") -> PortableAttention:
+class DeterministicNativeAttention(NativeAttention):
+    """Every row by the prefill kernel, single ones too: there a row's bits do not depend on its chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._blockwise = BlockwiseAttention()
+
+    def attend(
+        self, plan: StepPlan, layer: int, query: Tensor, k: Tensor, v: Tensor, params: AttentionParams
+    ) -> Tensor:
+        """As PortableAttention.attend, for float32 on the CPU only."""
+        assert _is_cpu_float(query), "deterministic mode computes in float32"
+        assert query.shape[0] == k.shape[0] == v.shape[0] == plan.batch.cu_seqlens[-1], (query.shape, k.shape)
+        query = _rows(query)
+        out = query.new_empty(*query.shape[:2], v.shape[-1])
+        for sequence in range(len(plan.batch.context_lens)):
+            self._prefill(plan, layer, sequence, query, params, out)
+        return out
+
+    def attend_latent(
+        self, plan: StepPlan, layer: int, query: Tensor, expand: Expand, params: AttentionParams
+    ) -> Tensor:
+        """As PortableAttention.attend_latent."""
+        return self._blockwise.attend_latent(plan, layer, query, expand, params)
+
+
+def best_attention(kind: str = "auto", *, deterministic: bool = False) -> PortableAttention:
     """The backend named `kind`: "native", "portable", or "auto", native where it can be had.
 
+    deterministic: the one of that kind whose rows have the same bits in whatever step they are computed.
     Raises ConfigError for another name, and for "native" where the kernels were not built.
     """
+    portable, native = (
+        (BlockwiseAttention, DeterministicNativeAttention) if deterministic else (PortableAttention, NativeAttention)
+    )
     if kind == "portable":
-        return PortableAttention()
+        return portable()
     if kind == "native":
-        return NativeAttention()
+        return native()
     if kind != "auto":
         raise ConfigError(f"attention {kind!r} is not known; choose auto, native or portable")
     if not native_available():
         _warn_portable()
-        return PortableAttention()
-    return NativeAttention()
+        return portable()
+    return native()
 
 
 @cache

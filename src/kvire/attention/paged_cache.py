@@ -16,6 +16,7 @@ from kvire.attention.params import AttentionParams
 from kvire.attention.reference import PortableAttention
 from kvire.cache.batch import Batch
 from kvire.cache.paged import PagedKV
+from kvire.cache.staging import BatchStaging
 from kvire.core.spec import LayerKind
 
 # A name that transformers' mask registry does not know makes it build no masks: ours come from the plan.
@@ -32,23 +33,28 @@ class PagedCache:
         self.paged = paged
         self.backend = backend
         self._plan: Any = None
+        self._rows: Tensor | None = None
         self._kinds = {layer: group.kind for group in paged.spec.groups for layer in group.layers}
         self._windows = {layer: group.window for group in paged.spec.groups for layer in group.layers}
+        self._sources: dict[int, int] = {}
 
     def attach(self, model: PreTrainedModel) -> None:
         """Make `model` run over this cache."""
-        found = set()
-        for module in model.modules():
-            layer = getattr(module, "layer_idx", None)
-            if isinstance(layer, int) and layer in self._kinds and hasattr(module, "scaling"):
-                setattr(module, CACHE_ATTRIBUTE, self)
-                found.add(layer)
-        assert found == set(self._kinds), f"no attention module for layers {sorted(set(self._kinds) - found)}"
+        modules = attention_modules(model)
+        self._sources = kv_sources(modules)
+        assert set(self._sources.values()) == set(self._kinds), f"layers {sorted(self._kinds)} have KV: {self._sources}"
+        for module in modules:
+            setattr(module, CACHE_ATTRIBUTE, self)
         model.set_attn_implementation(ATTENTION_NAME)
 
-    def begin(self, batch: Batch) -> None:
-        """Prepare one step: what all layers share is worked out once."""
+    def begin(self, batch: Batch, rows: Tensor | None = None) -> None:
+        """Prepare one step: what all layers share is worked out once.
+
+        rows: int64 [T], which rows of the model's input are the batch's; the others are padding, neither written
+        nor attended. None: all of them, in order.
+        """
         self._plan = self.backend.plan(self.paged, batch)
+        self._rows = rows
 
     def get_seq_length(self, *_: Any) -> int:
         """Positions are always passed explicitly; a model that asks for a length would guess them wrong."""
@@ -59,26 +65,52 @@ class PagedCache:
 
         Rounded to the pool's dtype, so that a token's KV does not depend on which chunk it came in.
         """
-        self.backend.write(self._plan, layer_idx, k[0].transpose(0, 1), v[0].transpose(0, 1))
-        if self.paged.dtype != k.dtype:
-            k, v = k.to(self.paged.dtype).to(k.dtype), v.to(self.paged.dtype).to(v.dtype)
-        return k, v
+        self.backend.write(self._plan, layer_idx, self._live(k), self._live(v))
+        return self.paged.rounded(k), self.paged.rounded(v)
 
     def attend(self, module: nn.Module, query: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         """query: [1, H_q, T, D] -> [1, T, H_q, D_v]."""
-        layer: int = module.layer_idx  # type: ignore[assignment]
-        rows = query[0].transpose(0, 1)
+        layer = self._sources[module.layer_idx]  # type: ignore[index]
+        rows = self._live(query)
         if self._kinds[layer] is LayerKind.LATENT:
             expand: Any = module.expand_kv
             out = self.backend.attend_latent(self._plan, layer, rows, expand, params)
         else:
-            keys, values = k[0].transpose(0, 1), v[0].transpose(0, 1)
-            out = self.backend.attend(self._plan, layer, rows, keys, values, params)
+            out = self.backend.attend(self._plan, layer, rows, self._live(k), self._live(v), params)
+        if self._rows is not None:
+            out = out.new_zeros(query.shape[2], *out.shape[1:]).index_copy_(0, self._rows, out)
         return out.unsqueeze(0)
+
+    def _live(self, x: Tensor) -> Tensor:
+        """[1, H, rows of the input, D] -> [T, H, D], the batch's rows."""
+        x = x[0].transpose(0, 1)
+        return x if self._rows is None else x[self._rows]
 
     def window(self, layer: int) -> int | None:
         """Tokens that `layer` looks back, itself included; None for all of them."""
-        return self._windows[layer]
+        return self._windows[self._sources[layer]]
+
+
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that attend: they know their layer and their scale."""
+    return [m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int) and hasattr(m, "scaling")]
+
+
+def kv_sources(modules: list[nn.Module]) -> dict[int, int]:
+    """Layer -> the layer whose KV it attends over, which is its own unless the model says otherwise.
+
+    A layer that shares KV, as Gemma 4's last ones do, gets the last layer of its kind that keeps any: the class hands
+    it that layer's K and V of the step, and the pool has the rest.
+    """
+    last_of_kind: dict[str, int] = {}
+    sources: dict[int, int] = {}
+    for module in modules:
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        kind: str = getattr(module, "layer_type", "")
+        if not getattr(module, "is_kv_shared_layer", False):
+            last_of_kind[kind] = layer
+        sources[layer] = last_of_kind[kind]
+    return sources
 
 
 def paged_attention(
@@ -102,16 +134,23 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
 class PagedModel:
-    """A transformers model bound to a PagedCache: batch in, logits out."""
+    """A transformers model bound to a PagedCache: batch in, logits out.
+
+    The model's weights lie on the pool's device; batches and logits are on the CPU.
+    """
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache) -> None:
         self._model = model
         self._cache = cache
+        device = cache.paged.device
+        self._staging = None if device.type == "cpu" else BatchStaging(device)
         cache.attach(model)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """Write the batch's KV into the pool and return logits of its logits_rows: float32 [R, vocab]."""
+        if self._staging is not None:
+            batch = self._staging.to_device(batch)
         self._cache.begin(batch)
         out = self._model(
             input_ids=batch.token_ids.unsqueeze(0),
@@ -120,5 +159,5 @@ class PagedModel:
             use_cache=True,
             logits_to_keep=batch.logits_rows,
         )
-        logits: Tensor = out.logits[0].float()
+        logits: Tensor = out.logits[0].float().cpu()
         return logits

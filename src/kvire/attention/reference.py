@@ -46,7 +46,7 @@ class StepPlan:
     @cached_property
     def context_lens(self) -> Tensor:
         """int32 [S] on the CPU."""
-        return torch.tensor(self.batch.context_lens, dtype=torch.int32)
+        return torch.tensor(self.batch.context_lens, dtype=torch.int32, device="cpu")
 
     def block_ids(self, group: int) -> Tensor:
         """int64 [S, M], fit for indexing."""
@@ -73,7 +73,7 @@ class StepPlan:
         first = stop - (rows.stop - rows.start)  # position of the tile's first row
         assert first >= 0, "a sequence's own tokens must be part of its context"
         start = 0 if window is None else max(0, first - window + 1)
-        mask = causal_mask(first, start, stop, window, self.paged.slabs[0].device) if stop - first > 1 else None
+        mask = causal_mask(first, start, stop, window, self.paged.device) if stop - first > 1 else None
         return Tile(rows, start, stop, mask)
 
 

@@ -6,7 +6,11 @@ remembered one that was used longest ago; since a lease gives its blocks back la
 always goes before its parent.
 
 The index is closed under prefixes: a key is in it only if its parent is, or if it starts a sequence.
-So a hit never has a hole, and evicting a block forgets whatever hangs below it.
+So a hit never has a hole, and evicting a block forgets whatever hangs below it. (Groups that look back
+over a window only need less: window_pool.py.)
+
+A sequence's last block is often not full. It is remembered as well, as a tail: found by its tokens, below
+its parent, and copied rather than shared.
 """
 
 from collections import OrderedDict
@@ -25,7 +29,7 @@ EVICTED_PER_BLOCK = 4
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block. key, parent and token_ids are set while the block is in the index."""
+    """One block. key, parent and token_ids are set while it is in the index; a tail has fewer token_ids than fit."""
 
     id: int
     ref_count: int = 0
@@ -35,9 +39,12 @@ class Block:
 
 
 class Lease:
-    """Blocks held by one owner, in token order; released exactly once, as a context or by hand."""
+    """Blocks held by one owner, in token order; released exactly once, as a context or by hand.
 
-    def __init__(self, pool: "BlockPool", blocks: list[Block]) -> None:
+    blocks: None stands for one that was given back because no later token looks at it.
+    """
+
+    def __init__(self, pool: "BlockPool", blocks: list[Block | None]) -> None:
         self._pool = pool
         self.blocks = blocks
         self.released = False
@@ -53,8 +60,16 @@ class Lease:
 
     @property
     def block_ids(self) -> list[int]:
-        """The block table."""
-        return [block.id for block in self.blocks]
+        """The block table; 0 where a block was given back."""
+        return [block.id if block else 0 for block in self.blocks]
+
+    def give_back(self, count: int) -> None:
+        """Release the first `count` blocks, as far as they are still held; the others keep their places."""
+        for index in range(min(count, len(self.blocks)) - 1, -1, -1):
+            if (block := self.blocks[index]) is None:
+                break  # so are all before it
+            self.blocks[index] = None
+            self._pool._unref(block)
 
     def extend(self, other: "Lease") -> None:
         """Take over the blocks of `other`, which holds nothing afterwards."""
@@ -68,7 +83,8 @@ class Lease:
             raise RuntimeError("this lease was released before")
         self.released = True
         for block in reversed(self.blocks):
-            self._pool._unref(block)
+            if block is not None:
+                self._pool._unref(block)
         self.blocks = []
 
 
@@ -115,25 +131,14 @@ class BlockPool:
         A hit needs the key, the parent and the real token ids to agree: two prompts whose keys
         collide are a miss, counted.
         """
-        parent = root
-        for i, key in enumerate(keys):
-            block = self._index.get(key)
-            if block is None:
+        for i in range(len(keys)):
+            if not self._holds(root, keys, token_ids, i):
                 return i
-            ids = token_ids[i * self.block_size : (i + 1) * self.block_size]
-            if block.parent != parent or block.token_ids != tuple(ids):
-                self.stats.collisions += 1
-                return i
-            parent = key
         return len(keys)
 
     def match(self, root: BlockKey, keys: Sequence[BlockKey], token_ids: Sequence[int]) -> Lease:
         """Lease the leading blocks of `token_ids` that are in the index (perhaps none)."""
-        count = self.match_length(root, keys, token_ids)
-        blocks = [self._index[key] for key in keys[:count]]
-        for block in blocks:
-            self._ref(block)
-        return Lease(self, blocks)
+        return self._lease(keys[: self.match_length(root, keys, token_ids)], first=0)
 
     def contains(self, key: BlockKey) -> bool:
         """Whether a block is in the index under `key`. Changes nothing."""
@@ -143,18 +148,35 @@ class BlockPool:
         """Whether `key` was in the index not long ago and had to make room."""
         return key in self._evicted
 
-    def closest(self, parent: BlockKey, token_ids: Sequence[int]) -> int:
-        """Leading tokens of `token_ids` that the most similar block below `parent` shares."""
-        best = 0
+    def relatives(self, parent: BlockKey, token_ids: Sequence[int]) -> list[tuple[int, Block]]:
+        """Blocks below `parent` that begin like `token_ids`, with the number of tokens shared, most first.
+
+        Looks at the COMPARED_CHILDREN newest. Changes nothing.
+        """
+        found = []
         for key in list(reversed(self._children.get(parent, {})))[:COMPARED_CHILDREN]:
-            best = max(best, _common_prefix(self._index[key].token_ids, token_ids))
-        return best
+            block = self._index[key]
+            if shared := _common_prefix(block.token_ids, token_ids):
+                found.append((shared, block))
+        return sorted(found, key=lambda pair: -pair[0])
+
+    def find(self, key: BlockKey, like: Block) -> Block | None:
+        """The block under `key`, if it has the parent and tokens of `like`, a block of another group's pool."""
+        block = self._index.get(key)
+        if block is None or block.parent != like.parent or block.token_ids != like.token_ids:
+            return None
+        return block
+
+    def touch(self, block: Block) -> None:
+        """`block` was used: of the remembered ones, evict it last."""
+        if block.id in self._remembered:
+            self._remembered.move_to_end(block.id)
 
     def try_allocate(self, count: int) -> Lease | None:
         """`count` blocks with unknown content, or None and no change if so many are not free."""
         if count > self.num_free:
             return None
-        blocks = []
+        blocks: list[Block | None] = []
         for _ in range(count):
             block = self._blank.pop() if self._blank else self._evict()
             block.ref_count = 1
@@ -162,32 +184,61 @@ class BlockPool:
         return Lease(self, blocks)
 
     def publish(self, block: Block, key: BlockKey, parent: BlockKey, root: BlockKey, token_ids: Sequence[int]) -> bool:
-        """Put a leased, completely computed block into the index; True if it went in.
+        """Put a leased block into the index, all of whose `token_ids` are computed; True if they can be found now.
 
-        Not if the key is taken (the first one stays: others may hold it) or the parent is not in
-        the index (nothing could find the block).
+        If the same tokens are there already, the first block stays: others may hold it. False if the key stands
+        for other tokens (a collision, counted) or the parent is not in the index: then nothing that follows may
+        be published either, for it would be found as the continuation of something else, or not at all.
         """
-        assert block.ref_count > 0 and len(token_ids) == self.block_size
+        assert block.ref_count > 0 and 0 < len(token_ids) <= self.block_size
         if block.key is not None:
             assert block.key == key, "a block's key is written once"
-            return False
+            return True
         if (twin := self._index.get(key)) is not None:
-            self._touch(twin)
+            if twin.parent != parent or twin.token_ids != tuple(token_ids):
+                self.stats.collisions += 1
+                return False
+            self.touch(twin)
+            return True
+        if not self._can_follow(parent, root):
             return False
-        if parent != root and parent not in self._index:
-            return False
+        if len(token_ids) < self.block_size and (longer := self._longer(parent, token_ids)):
+            self.touch(longer)
+            return True
+        self._drop_shorter_tails(parent, token_ids)
         block.key, block.parent, block.token_ids = key, parent, tuple(token_ids)
         self._index[key] = block
         self._children.setdefault(parent, {})[key] = None
         self._evicted.pop(key, None)
         return True
 
+    def _can_follow(self, parent: BlockKey, root: BlockKey) -> bool:
+        return parent == root or parent in self._index
+
+    def _longer(self, parent: BlockKey, tail: Sequence[int]) -> Block | None:
+        """A block below `parent` that begins with all of `tail`."""
+        return next((block for shared, block in self.relatives(parent, tail) if shared == len(tail)), None)
+
+    def _drop_shorter_tails(self, parent: BlockKey, token_ids: Sequence[int]) -> None:
+        """A tail that a longer block continues has nothing of its own left."""
+        for shared, tail in self.relatives(parent, token_ids):
+            if shared == len(tail.token_ids) < self.block_size and tail.ref_count == 0:
+                assert tail.key is not None
+                self._unindex(tail.key)
+
     def fork(self, lease: Lease) -> Lease:
         """A second owner of the same blocks; whoever writes into one of them copies it first."""
         assert not lease.released
         for block in lease.blocks:
-            self._ref(block)
+            if block is not None:
+                self._ref(block)
         return Lease(self, list(lease.blocks))
+
+    def is_shared(self, lease: Lease, index: int) -> bool:
+        """Whether others hold block `index` of `lease`, or can find it."""
+        block = lease.blocks[index]
+        assert block is not None, "a block that was given back is not written again"
+        return block.ref_count > 1 or block.key is not None
 
     def make_writable(self, lease: Lease, index: int) -> tuple[int, int] | None:
         """Give `lease` a block of its own at `index` if others hold or can find it.
@@ -195,17 +246,20 @@ class BlockPool:
         Returns (source, target) block ids to copy, or None if nothing needs copying. Raises
         MemoryError, with no change, if no block is free.
         """
-        block = lease.blocks[index]
-        if block.ref_count == 1 and block.key is None:
+        if not self.is_shared(lease, index):
             return None
-        own = self.try_allocate(1)
-        if own is None:
+        block = lease.blocks[index]
+        assert block is not None
+        lease_of_one = self.try_allocate(1)
+        if lease_of_one is None:
             raise MemoryError("no free block for copy-on-write")
-        lease.blocks[index] = own.blocks[0]
-        own.blocks, own.released = [], True
+        own = lease_of_one.blocks[0]
+        assert own is not None
+        lease.blocks[index] = own
+        lease_of_one.blocks, lease_of_one.released = [], True
         self._unref(block)
         self.stats.copies_on_write += 1
-        return block.id, lease.blocks[index].id
+        return block.id, own.id
 
     def forget(self, key: BlockKey) -> int:
         """Take a block and all below it out of the index; how many. Leased ones stay with their owners."""
@@ -223,6 +277,24 @@ class BlockPool:
             self.forget(key)
         return before
 
+    def _holds(self, root: BlockKey, keys: Sequence[BlockKey], token_ids: Sequence[int], index: int) -> bool:
+        """Whether block `index` of `token_ids` is in the index: key, parent and real token ids agree."""
+        block = self._index.get(keys[index])
+        if block is None:
+            return False
+        ids = token_ids[index * self.block_size : (index + 1) * self.block_size]
+        if block.parent == (keys[index - 1] if index else root) and block.token_ids == tuple(ids):
+            return True
+        self.stats.collisions += 1
+        return False
+
+    def _lease(self, keys: Sequence[BlockKey], first: int) -> Lease:
+        """Lease the indexed blocks of `keys` from the `first` one on."""
+        blocks = [self._index[key] for key in keys[first:]]
+        for block in blocks:
+            self._ref(block)
+        return Lease(self, [None] * min(first, len(keys)) + blocks)
+
     def _ref(self, block: Block) -> None:
         if block.ref_count == 0:
             del self._remembered[block.id]
@@ -237,11 +309,6 @@ class BlockPool:
             else:
                 self._remembered[block.id] = block
 
-    def _touch(self, block: Block) -> None:
-        """Make a remembered block the one used last."""
-        if block.id in self._remembered:
-            self._remembered.move_to_end(block.id)
-
     def _evict(self) -> Block:
         """Forget the leaf unused for longest and hand out its block.
 
@@ -253,17 +320,21 @@ class BlockPool:
             assert block.key is not None
             if block.key not in self._children:
                 break
-            self._touch(block)
+            self.touch(block)
         else:  # every remembered block has leased descendants, which keep their KV but are found no more
             block = next(iter(self._remembered.values()))
         assert block.key is not None
-        for key in self._with_descendants(block.key):
+        family = self._with_descendants(block.key)
+        self.forget(block.key)
+        self._note_evicted(family)
+        return self._blank.pop()
+
+    def _note_evicted(self, keys: Sequence[BlockKey]) -> None:
+        self.stats.evictions += 1
+        for key in keys:
             self._evicted[key] = None
         while len(self._evicted) > EVICTED_PER_BLOCK * self.num_blocks:
             self._evicted.popitem(last=False)
-        self.forget(block.key)
-        self.stats.evictions += 1
-        return self._blank.pop()
 
     def _with_descendants(self, key: BlockKey) -> list[BlockKey]:
         """`key` and every indexed key below it, parents before children."""

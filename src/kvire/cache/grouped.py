@@ -1,25 +1,19 @@
-"""All groups of a model as one: a sequence holds the same number of blocks in each, or none at all."""
+"""All groups of a model as one: a sequence is given blocks in every group, or in none at all."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvire.cache.block_pool import BlockPool, Lease, PoolStats
+from kvire.cache.window_pool import WindowPool
 from kvire.core.keys import BlockKey
+from kvire.core.spec import KVGroup
 
 
 class GroupedLease:
     """A sequence's blocks in every group; released exactly once."""
 
     def __init__(self, leases: list[Lease]) -> None:
-        assert len({len(lease) for lease in leases}) == 1
         self.leases = leases
-
-    def __len__(self) -> int:
-        return len(self.leases[0])
-
-    def extend(self, other: "GroupedLease") -> None:
-        """Take over the blocks of `other`."""
-        for mine, theirs in zip(self.leases, other.leases, strict=True):
-            mine.extend(theirs)
 
     def release(self) -> None:
         """Give everything back. Raises RuntimeError the second time."""
@@ -27,13 +21,39 @@ class GroupedLease:
             lease.release()
 
 
-class GroupedPool:
-    """One BlockPool per group, used in step. Same contracts as BlockPool, all groups or none."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Hit:
+    """What is remembered of a prompt.
 
-    def __init__(self, num_groups: int, num_blocks: int, block_size: int) -> None:
-        self.num_blocks = num_blocks
+    full_blocks: leading blocks that `lease` shares. partial_tokens: so many more tokens can be copied from the
+    blocks `sources`, one per group.
+    """
+
+    lease: GroupedLease
+    full_blocks: int
+    partial_tokens: int = 0
+    sources: tuple[int, ...] = ()
+
+
+class GroupedPool:
+    """One pool per group, used in step. All methods belong to one thread; none of them waits.
+
+    num_blocks: of each group. Groups with a window need fewer: they hold what the window touches.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup], num_blocks: Sequence[int], block_size: int) -> None:
         self.block_size = block_size
-        self.pools = [BlockPool(num_blocks, block_size) for _ in range(num_groups)]
+        self.pools = [
+            BlockPool(count, block_size) if group.window is None else WindowPool(count, block_size, group.window)
+            for group, count in zip(groups, num_blocks, strict=True)
+        ]
+        # What is remembered longest comes first: a window group holds no more prefixes than a full one.
+        self._by_reach = sorted(self.pools, key=lambda pool: isinstance(pool, WindowPool))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the group that has fewest."""
+        return min(pool.num_blocks for pool in self.pools)
 
     @property
     def num_free(self) -> int:
@@ -54,29 +74,87 @@ class GroupedPool:
             copies_on_write=sum(pool.stats.copies_on_write for pool in self.pools),
         )
 
+    def empty_lease(self) -> GroupedLease:
+        """A lease of nothing, to be extended."""
+        return GroupedLease([Lease(pool, []) for pool in self.pools])
+
     def match_length(self, root: BlockKey, keys: Sequence[BlockKey], token_ids: Sequence[int]) -> int:
-        """Leading blocks that every group remembers. Changes nothing."""
-        return min(pool.match_length(root, keys, token_ids) for pool in self.pools)
+        """Leading blocks after which a sequence can go on in every group. Changes nothing."""
+        count, before = len(keys), -1
+        while count != before:  # a shorter match moves the windows
+            before = count
+            for pool in self._by_reach:
+                count = pool.match_length(root, keys[:count], token_ids)
+        return count
 
-    def match(self, root: BlockKey, keys: Sequence[BlockKey], token_ids: Sequence[int]) -> GroupedLease:
-        """Lease the leading blocks that every group remembers (perhaps none)."""
-        keys = keys[: self.match_length(root, keys, token_ids)]
-        return GroupedLease([pool.match(root, keys, token_ids) for pool in self.pools])
+    def match(
+        self, root: BlockKey, keys: Sequence[BlockKey], token_ids: Sequence[int], *, partial_tokens: int = 0
+    ) -> Hit:
+        """Lease what every group remembers of `token_ids`, whose full blocks have `keys`.
 
-    def try_allocate(self, count: int) -> GroupedLease | None:
-        """`count` blocks in each group, or None and no change."""
-        if count > self.num_free:
-            return None
-        leases = [lease for pool in self.pools if (lease := pool.try_allocate(count)) is not None]
-        assert len(leases) == len(self.pools)
-        return GroupedLease(leases)
+        partial_tokens: beyond full blocks, look for so many more tokens of the next one.
+        """
+        count = self.match_length(root, keys, token_ids)
+        lease = GroupedLease([pool.match(root, keys[:count], token_ids) for pool in self.pools])
+        at = count * self.block_size
+        ids = token_ids[at : at + min(partial_tokens, self.block_size)]
+        shared, sources = self._relative(keys[count - 1] if count else root, ids)
+        return Hit(lease, count, shared, sources)
+
+    def reach(self, root: BlockKey, keys: Sequence[BlockKey], token_ids: Sequence[int]) -> int:
+        """Leading blocks that are remembered, if windows are left aside. Changes nothing."""
+        return self._by_reach[0].match_length(root, keys, token_ids)
+
+    def _relative(self, parent: BlockKey, token_ids: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """The most tokens that a block below `parent` shares in every group, and its ids."""
+        for shared, block in self.pools[0].relatives(parent, token_ids) if token_ids else ():
+            assert block.key is not None
+            same = [pool.find(block.key, like=block) for pool in self.pools]
+            blocks = [one for one in same if one is not None]
+            if len(blocks) < len(self.pools):
+                continue
+            for pool, one in zip(self.pools, blocks, strict=True):
+                pool.touch(one)
+            return shared, tuple(one.id for one in blocks)
+        return 0, ()
+
+    def try_extend(self, lease: GroupedLease, num_tokens: int, *, now: int, spare: int = 0) -> bool:
+        """Let `lease` hold blocks for `num_tokens` tokens, of which `now` are computed next.
+
+        Window groups get blocks for those only, and keep room for a window. spare: blocks that are to stay free in
+        every group that gives any. False, and no change, if that cannot be had.
+        """
+        counts = []
+        for pool, part in zip(self.pools, lease.leases, strict=True):
+            count = room = self._blocks(num_tokens) - len(part)
+            if isinstance(pool, WindowPool):
+                count = self._blocks(now) - len(part)
+                room = max(count, min(room, pool.span_blocks))
+            if room > 0 and room + spare > pool.num_free:
+                return False
+            counts.append(max(0, count))
+        for pool, part, count in zip(self.pools, lease.leases, counts, strict=True):
+            more = pool.try_allocate(count)
+            assert more is not None
+            part.extend(more)
+        return True
+
+    def give_back(self, lease: GroupedLease, num_computed: int) -> None:
+        """Release what no token from position `num_computed` on looks at."""
+        for pool, part in zip(self.pools, lease.leases, strict=True):
+            if isinstance(pool, WindowPool):
+                part.give_back(pool.first_needed(num_computed))
 
     def publish(
         self, lease: GroupedLease, index: int, key: BlockKey, parent: BlockKey, root: BlockKey, token_ids: Sequence[int]
-    ) -> None:
-        """Put block `index` of `lease` into every group's index."""
+    ) -> bool:
+        """Put block `index` of `lease` into every group's index; whether it can be found in all (BlockPool.publish)."""
+        found = True
         for pool, part in zip(self.pools, lease.leases, strict=True):
-            pool.publish(part.blocks[index], key, parent, root, token_ids)
+            block = part.blocks[index]
+            assert block is not None, "a block is published before it is given back"
+            found &= pool.publish(block, key, parent, root, token_ids)
+        return found
 
     def fork(self, lease: GroupedLease) -> GroupedLease:
         """A second owner of the same blocks."""
@@ -85,7 +163,10 @@ class GroupedPool:
     def make_writable(self, lease: GroupedLease, index: int) -> list[tuple[int, int, int]] | None:
         """(group, source, target) copies that give `lease` a block of its own; None if no block is free."""
         copies = []
-        if not self.num_free and any(part.blocks[index].ref_count > 1 for part in lease.leases):
+        if any(
+            not pool.num_free and pool.is_shared(part, index)
+            for pool, part in zip(self.pools, lease.leases, strict=True)
+        ):
             return None
         for g, (pool, part) in enumerate(zip(self.pools, lease.leases, strict=True)):
             if (copy := pool.make_writable(part, index)) is not None:
@@ -98,7 +179,7 @@ class GroupedPool:
 
     def closest(self, parent: BlockKey, token_ids: Sequence[int]) -> int:
         """Leading tokens of `token_ids` that the most similar remembered block below `parent` shares."""
-        return self.pools[0].closest(parent, token_ids)
+        return next((shared for shared, _ in self.pools[0].relatives(parent, token_ids)), 0)
 
     def forget(self, key: BlockKey) -> int:
         """Take a block and all below it out of every group's index; how many blocks that were."""
@@ -112,3 +193,6 @@ class GroupedPool:
         """Raise AssertionError if a pool is not in order."""
         for pool in self.pools:
             pool.check()
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)

@@ -1,52 +1,68 @@
 """Where the bytes of blocks lie: one slab per block and group, all its layers contiguous.
 
 A slab is [layer][K: token, head, key_width | V: token, head, value_width], so that moving a block
-anywhere is one copy. Attention reads one layer of many slabs through strided views.
+anywhere is one copy. Attention reads one layer of many slabs through strided views. In an int8 pool K is
+followed by its scales, float32 [token, head] at a multiple of four bytes, and V by its own.
 """
 
 import mmap
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from kvire.cache.int8 import dequantise, quantise
 from kvire.core.spec import KVSpec
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
+CPU = torch.device("cpu")
 
 
 class PagedKV:
-    """The K and V of `num_blocks` blocks in every group of `spec`.
+    """The K and V of `num_blocks` blocks in every group of `spec`, or of so many in each.
 
     k(layer): [num_blocks, block_size, kv_heads, key_width] and v(layer) alike with value_width: views
-    of the slabs, in the pool's dtype. Blocks start out uninitialised.
+    of the slabs, in the pool's dtype, on `device`. Where that is int8, k_scales(layer) and v_scales(layer) say
+    what one step of each row is worth. Blocks start out uninitialised.
     """
 
-    def __init__(self, spec: KVSpec, num_blocks: int) -> None:
-        assert num_blocks > 0
+    def __init__(self, spec: KVSpec, num_blocks: int | Sequence[int], device: torch.device = CPU) -> None:
         self.spec = spec
-        self.num_blocks = num_blocks
+        self.device = device
+        self.num_blocks = [num_blocks] * len(spec.groups) if isinstance(num_blocks, int) else list(num_blocks)
+        assert len(self.num_blocks) == len(spec.groups) and min(self.num_blocks) > 0
         self.dtype = DTYPES[spec.dtype]
         self.slabs: list[Tensor] = []  # per group: [num_blocks, elements of one slab]
         self.group_of: dict[int, int] = {}  # model layer -> group
         self._k: dict[int, Tensor] = {}
         self._v: dict[int, Tensor] = {}
+        self._k_scales: dict[int, Tensor] = {}
+        self._v_scales: dict[int, Tensor] = {}
         for g, group in enumerate(spec.groups):
-            slab = _huge_page_storage(num_blocks * spec.block_bytes(g), self.dtype).view(num_blocks, -1)
+            slab = _storage(self.num_blocks[g] * spec.block_bytes(g), self.dtype, device).view(self.num_blocks[g], -1)
             self.slabs.append(slab)
-            k_elements = spec.block_size * group.kv_heads * group.key_width
-            v_elements = spec.block_size * group.kv_heads * group.value_width
-            for i, layer in enumerate(group.layers):
-                start = i * (k_elements + v_elements)
-                self.group_of[layer] = g
-                self._k[layer] = _heads(slab[:, start : start + k_elements], spec.block_size, group.kv_heads)
-                start += k_elements
-                self._v[layer] = _heads(slab[:, start : start + v_elements], spec.block_size, group.kv_heads)
+            self.group_of |= dict.fromkeys(group.layers, g)
+            start = 0
+            for layer in group.layers:
+                for rows, scales, width in (
+                    (self._k, self._k_scales, group.key_width),
+                    (self._v, self._v_scales, group.value_width),
+                ):
+                    stop = start + spec.block_size * group.kv_heads * width
+                    rows[layer] = _heads(slab[:, start:stop], spec.block_size, group.kv_heads)
+                    start += spec.rows_bytes(group, width) // self.dtype.itemsize
+                    if scale_bytes := spec.scales_bytes(group):  # int8: an element is a byte
+                        part = slab[:, start : start + scale_bytes].view(torch.float32)
+                        scales[layer] = part.view(-1, spec.block_size, group.kv_heads)
+                        start += scale_bytes
 
     def close(self) -> None:
         """Give the memory back now, not when the garbage collector finds the cycle of model and cache."""
         self.slabs.clear()
         self._k.clear()
         self._v.clear()
+        self._k_scales.clear()
+        self._v_scales.clear()
 
     @property
     def nbytes(self) -> int:
@@ -61,20 +77,36 @@ class PagedKV:
         """V of one model layer: [num_blocks, block_size, kv_heads, value_width]."""
         return self._v[layer]
 
+    def k_scales(self, layer: int) -> Tensor | None:
+        """float32 [num_blocks, block_size, kv_heads], the scales of k(layer); None unless the pool is int8."""
+        return self._k_scales.get(layer)
+
+    def v_scales(self, layer: int) -> Tensor | None:
+        """float32 [num_blocks, block_size, kv_heads], the scales of v(layer); None unless the pool is int8."""
+        return self._v_scales.get(layer)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """K or V [..., width] as the pool would hold it, in the dtype of x."""
+        if self.dtype == torch.int8:
+            return dequantise(*quantise(x)).to(x.dtype)
+        return x.to(self.dtype).to(x.dtype)
+
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """k: [T, kv_heads, key_width], v: [T, kv_heads, value_width], slots: [T] int64; rounds to the pool's dtype."""
         keys, values = self._k[layer], self._v[layer]
         assert k.shape == (slots.numel(), *keys.shape[2:]), (k.shape, keys.shape)
         assert v.shape == (slots.numel(), *values.shape[2:]), (v.shape, values.shape)
-        block, offset = slots // self.spec.block_size, slots % self.spec.block_size
-        keys[block, offset] = k.to(self.dtype)
-        values[block, offset] = v.to(self.dtype)
+        at = (slots // self.spec.block_size, slots % self.spec.block_size)
+        _store(k, keys, self.k_scales(layer), at)
+        _store(v, values, self.v_scales(layer), at)
 
     def gather(self, layer: int, block_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """First `length` tokens of the blocks, in the pool's dtype: k [length, kv_heads, key_width], v alike."""
-        keys, values = self._k[layer], self._v[layer]
-        k = keys.index_select(0, block_ids).flatten(0, 1)[:length]
-        v = values.index_select(0, block_ids).flatten(0, 1)[:length]
+        """First `length` tokens of the blocks: k [length, kv_heads, key_width], v alike.
+
+        In the pool's dtype; what int8 stands for in float32.
+        """
+        k = _load(self._k[layer], self.k_scales(layer), block_ids, length)
+        v = _load(self._v[layer], self.v_scales(layer), block_ids, length)
         return k, v
 
     def copy_block(self, group: int, source: int, target: int) -> None:
@@ -84,6 +116,26 @@ class PagedKV:
 
 def _heads(part: Tensor, block_size: int, heads: int) -> Tensor:
     return part.view(part.shape[0], block_size, heads, -1)
+
+
+def _store(x: Tensor, rows: Tensor, scales: Tensor | None, at: tuple[Tensor, Tensor]) -> None:
+    if scales is None:
+        rows[at] = x.to(rows.dtype)
+    else:
+        rows[at], scales[at] = quantise(x)
+
+
+def _load(rows: Tensor, scales: Tensor | None, block_ids: Tensor, length: int) -> Tensor:
+    found = rows.index_select(0, block_ids).flatten(0, 1)[:length]
+    if scales is None:
+        return found
+    return dequantise(found, scales.index_select(0, block_ids).flatten(0, 1)[:length])
+
+
+def _storage(size_bytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return _huge_page_storage(size_bytes, dtype)
+    return torch.empty(size_bytes, dtype=torch.uint8, device=device).view(dtype)
 
 
 def _huge_page_storage(size_bytes: int, dtype: torch.dtype) -> Tensor:

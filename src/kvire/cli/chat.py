@@ -33,10 +33,13 @@ def chat(
     seed: opt.Seed = None,
     kv_dtype: opt.KvDtype = "float32",
     kv_memory: opt.KvMemory = "auto",
-    block_size: opt.BlockSize = 32,
+    block_size: opt.BlockSize = 16,
     prefix_cache: opt.PrefixCache = True,
     max_model_len: opt.MaxModelLen = None,
     attention: opt.Attention = "auto",
+    deterministic: opt.Deterministic = False,
+    kv_cache: opt.KvCache = "paged",
+    device: opt.Device = "auto",
 ) -> None:
     """Talk with a model. A line after each answer shows how full the context is and what was reused."""
     engine = opt.engine_options(locals())

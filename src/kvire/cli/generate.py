@@ -38,10 +38,13 @@ def generate(
     ] = None,
     kv_dtype: opt.KvDtype = "float32",
     kv_memory: opt.KvMemory = "auto",
-    block_size: opt.BlockSize = 32,
+    block_size: opt.BlockSize = 16,
     prefix_cache: opt.PrefixCache = True,
     max_model_len: opt.MaxModelLen = None,
     attention: opt.Attention = "auto",
+    deterministic: opt.Deterministic = False,
+    kv_cache: opt.KvCache = "paged",
+    device: opt.Device = "auto",
 ) -> None:
     """Answer one prompt, from the command line, a file or standard input.
 

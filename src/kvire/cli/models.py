@@ -11,6 +11,7 @@ from rich.table import Table
 from kvire.cli import options as opt
 from kvire.cli.display import LoadProgress
 from kvire.core.memory import format_size
+from kvire.core.spec import DTYPE_BYTES
 from kvire.models.catalog import ListedModel, ModelFacts, describe, list_models
 
 models = typer.Typer(no_args_is_help=True, help="List, fetch and describe models.")
@@ -77,8 +78,18 @@ def _rows(facts: ModelFacts) -> list[tuple[str, str]]:
         rows.append(
             (f"{group.kind} attention", f"{len(group.layers)} layers, {group.kv_heads} KV heads, {widths}{window}")
         )
+    if shared := facts.layers - sum(len(group.layers) for group in facts.groups):
+        rows.append(("shared KV", f"{shared} layers read an earlier layer's, and keep none of their own"))
     per_token = ", ".join(f"{format_size(size)} in {dtype}" for dtype, size in facts.kv_bytes_per_token.items())
-    return [*rows, ("KV per token", per_token)]
+    rows.append(("KV per token", per_token))
+    if facts.expanded_elements_per_token is not None:
+        rows.append(("without latent attention", _expanded(facts, facts.expanded_elements_per_token)))
+    return rows
+
+
+def _expanded(facts: ModelFacts, elements: int) -> str:
+    kept = sum(group.elements_per_token for group in facts.groups)
+    return f"{format_size(elements * DTYPE_BYTES['float16'])} a token in float16, {elements / kept:.0f} times as much"
 
 
 def _print_json(value: Any) -> None:

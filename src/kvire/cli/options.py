@@ -15,7 +15,10 @@ Model = Annotated[
 _ENGINE = "Engine"
 KvDtype = Annotated[
     str,
-    typer.Option(help="What the pool keeps: float32, float16 (half the bytes) or bfloat16.", rich_help_panel=_ENGINE),
+    typer.Option(
+        help="What the pool keeps: float32, float16 (half the bytes), bfloat16 or int8 (about a quarter).",
+        rich_help_panel=_ENGINE,
+    ),
 ]
 KvMemory = Annotated[
     str,
@@ -37,6 +40,25 @@ MaxBatchTokens = Annotated[int, typer.Option(help="Tokens computed in one step a
 MaxNumSeqs = Annotated[int, typer.Option(help="Answers written at once at most.", rich_help_panel=_ENGINE)]
 Attention = Annotated[
     str, typer.Option(help="auto, native (C++ kernels) or portable (no compiler needed).", rich_help_panel=_ENGINE)
+]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        help="The same bits whatever is cached and whoever else is served; slower, float32 only.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+KvCache = Annotated[
+    str,
+    typer.Option(
+        help="paged; contiguous (reserves max-model-len per answer) and off (recomputes every step) show what paging "
+        "and caching are worth.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(help="Where model and pool live: auto (a GPU if there is one), cpu or cuda.", rich_help_panel=_ENGINE),
 ]
 
 _SAMPLING = "Sampling"
@@ -71,5 +93,8 @@ def engine_options(values: dict[str, Any]) -> dict[str, Any]:
         "max_batch_tokens",
         "max_num_seqs",
         "attention",
+        "deterministic",
+        "kv_cache",
+        "device",
     )
     return {name: values[name] for name in names if name in values}

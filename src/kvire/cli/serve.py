@@ -29,12 +29,15 @@ def serve(
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; more are answered 429.")] = 256,
     kv_dtype: opt.KvDtype = "float32",
     kv_memory: opt.KvMemory = "auto",
-    block_size: opt.BlockSize = 32,
+    block_size: opt.BlockSize = 16,
     prefix_cache: opt.PrefixCache = True,
     max_model_len: opt.MaxModelLen = None,
     max_batch_tokens: opt.MaxBatchTokens = 512,
     max_num_seqs: opt.MaxNumSeqs = 32,
     attention: opt.Attention = "auto",
+    deterministic: opt.Deterministic = False,
+    kv_cache: opt.KvCache = "paged",
+    device: opt.Device = "auto",
 ) -> None:
     """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.
 

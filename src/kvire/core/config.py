@@ -5,39 +5,51 @@ from typing import Any, Self
 
 from kvire.core.errors import ConfigError
 from kvire.core.memory import parse_size
-from kvire.core.spec import DTYPE_BYTES
+from kvire.core.spec import KV_DTYPE_BYTES
 
 ATTENTION_KINDS = ("auto", "native", "portable")
+KV_CACHE_KINDS = ("paged", "contiguous", "off")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How the engine runs a model.
 
-    kv_dtype: what the pool keeps, float32, float16 or bfloat16. kv_memory: size of the pool, such as
+    kv_dtype: what the pool keeps, float32, float16, bfloat16 or int8. kv_memory: size of the pool, such as
     "2GiB", or "auto": half of what is free, but no more than max_num_seqs full contexts need.
     block_size: tokens per block, the granularity of reuse. prefix_cache: remember blocks of finished
     requests. max_model_len: longest prompt + answer, at most what the model was made for; by default
     that, or what the pool holds if it is less. max_batch_tokens: tokens computed in one step.
     max_num_seqs: sequences running at once. max_queue: requests waiting at most. attention: auto,
-    native or portable.
+    native or portable. deterministic: the same bits however a token's KV came about; slower. kv_cache:
+    paged; contiguous reserves max_model_len per sequence and shares nothing; off recomputes every step. Both
+    of these are there to be measured against. device: auto, cpu or cuda.
     """
 
     kv_dtype: str = "float32"
     kv_memory: str | int = "auto"
-    block_size: int = 32
+    block_size: int = 16
     prefix_cache: bool = True
     max_model_len: int | None = None
     max_batch_tokens: int = 512
     max_num_seqs: int = 32
     max_queue: int = 256
     attention: str = "auto"
+    deterministic: bool = False
+    kv_cache: str = "paged"
+    device: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.kv_dtype not in DTYPE_BYTES:
-            raise ConfigError(f"kv_dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.kv_dtype!r}")
-        if self.attention not in ATTENTION_KINDS:
-            raise ConfigError(f"attention must be one of {', '.join(ATTENTION_KINDS)}, got {self.attention!r}")
+        _one_of("kv_dtype", self.kv_dtype, tuple(KV_DTYPE_BYTES))
+        _one_of("attention", self.attention, ATTENTION_KINDS)
+        _one_of("kv_cache", self.kv_cache, KV_CACHE_KINDS)
+        _one_of("device", self.device, DEVICES)
+        if self.deterministic and self.kv_dtype != "float32":
+            raise ConfigError(
+                f"deterministic mode promises the bits of a float32 computation, so its pool keeps float32, not "
+                f"kv_dtype {self.kv_dtype!r}; leave out one of the two options"
+            )
         if self.kv_memory != "auto":
             parse_size(self.kv_memory, "kv_memory")
         for name in ("block_size", "max_batch_tokens", "max_num_seqs", "max_queue"):
@@ -60,6 +72,11 @@ class EngineConfig:
         if unknown:
             raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
         return cls(**options)
+
+
+def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def _positive(name: str, value: object) -> None:

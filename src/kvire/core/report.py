@@ -5,13 +5,13 @@ from enum import StrEnum
 
 
 class MissReason(StrEnum):
-    """Why reuse ended where it did. COMPLETE: every full block that could be reused was."""
+    """Why reuse ended where it did. COMPLETE: all that could be reused was (in deterministic mode, full blocks)."""
 
     COMPLETE = "complete"
     OFF = "off"  # the prefix cache is switched off
     PROMPT_LOGPROBS = "prompt_logprobs"  # logprobs of prompt tokens need their logits: recomputed
-    SHORTER_THAN_BLOCK = "shorter_than_block"  # what is shared, or the prompt itself, fills no block
-    DIVERGED = "diverged"  # the closest remembered prompt differs from token `miss_token` on
+    SHORTER_THAN_BLOCK = "shorter_than_block"  # a single token, or, where only full blocks are reused, less than one
+    DIVERGED = "diverged"  # the closest remembered prompt differs, or ends, at token `miss_token`
     EVICTED = "evicted"  # was remembered, had to make room
     NEVER_STORED = "never_stored"  # no remembered prompt starts like this
 

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # what models compute in
+KV_DTYPE_BYTES = {**DTYPE_BYTES, "int8": 1}  # what a pool keeps
+SCALE_BYTES = 4  # int8 has a float32 per token, layer and KV head, for K and for V
 
 
 class LayerKind(StrEnum):
@@ -43,21 +45,32 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """What one model keeps per token. dtype: a key of DTYPE_BYTES; block_size in tokens."""
+    """What one model keeps per token. dtype: a key of KV_DTYPE_BYTES; block_size in tokens."""
 
     groups: tuple[KVGroup, ...]
     dtype: str = "float32"
-    block_size: int = 32
+    block_size: int = 16
 
     def __post_init__(self) -> None:
         assert self.groups and self.block_size > 0
-        assert self.dtype in DTYPE_BYTES, self.dtype
+        assert self.dtype in KV_DTYPE_BYTES, self.dtype
 
     def block_bytes(self, group: int) -> int:
         """Bytes of one block of `group`: every layer of the group, K and V, `block_size` tokens."""
-        return self.block_size * self.groups[group].elements_per_token * DTYPE_BYTES[self.dtype]
+        shape = self.groups[group]
+        rows = self.rows_bytes(shape, shape.key_width) + self.rows_bytes(shape, shape.value_width)
+        return len(shape.layers) * (rows + 2 * self.scales_bytes(shape))
+
+    def rows_bytes(self, group: KVGroup, width: int) -> int:
+        """Bytes of one layer's K, or V, in a block, up to where its scales begin."""
+        size = self.block_size * group.kv_heads * width * KV_DTYPE_BYTES[self.dtype]
+        return -(-size // SCALE_BYTES) * SCALE_BYTES if self.dtype == "int8" else size
+
+    def scales_bytes(self, group: KVGroup) -> int:
+        """Bytes of the scales of one layer's K, or V, in a block; 0 for dtypes without."""
+        return self.block_size * group.kv_heads * SCALE_BYTES if self.dtype == "int8" else 0
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one more token takes, over all groups."""
-        return sum(g.elements_per_token for g in self.groups) * DTYPE_BYTES[self.dtype]
+        """Bytes that one more token takes, over all groups; a block's padding, if it has any, shared out."""
+        return -(-sum(map(self.block_bytes, range(len(self.groups)))) // self.block_size)

@@ -92,13 +92,8 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.tokenizer = tokenizer
-        self.pool = GroupedPool(len(paged.spec.groups), paged.num_blocks, paged.spec.block_size)
-        self.scheduler = Scheduler(
-            self.pool,
-            max_batch_tokens=config.max_batch_tokens,
-            max_num_seqs=config.max_num_seqs,
-            prefix_cache=config.prefix_cache,
-        )
+        self.pool = GroupedPool(paged.spec.groups, paged.num_blocks, paged.spec.block_size)
+        self.scheduler = Scheduler(self.pool, config, max_model_len)
         self.stats = EngineStats()
         self.inbox: SimpleQueue[Request | Abort | Clear] = SimpleQueue()
         self._sequences: dict[str, list[Sequence]] = {}
@@ -212,6 +207,8 @@ class Engine:
         if completes:
             self._start_siblings(seq, rows[-1])
             self._next_token(seq, rows[-1])
+            if self.config.kv_cache == "off" and seq.state is State.RUNNING:
+                self.scheduler.drop(seq)
 
     def _accept(self, request: Request) -> None:
         arrival, self._arrivals = self._arrivals, self._arrivals + 1
@@ -239,16 +236,16 @@ class Engine:
     def _fail(self, seq: Sequence, message: str) -> None:
         """End a request that cannot go on, and forget what it computed: nobody else may meet it."""
         request_id = seq.request.request_id
-        if seq.keys:
-            self.pool.forget(seq.keys[0])
-        self._remove(request_id)
+        for key in (key for sample in self._sequences[request_id] for key in sample.keys):
+            self.pool.forget(key)
+        self._remove(request_id, remember=False)
         self._outputs.append(Failure(request_id, message))
 
-    def _remove(self, request_id: str) -> list[Sequence]:
+    def _remove(self, request_id: str, *, remember: bool = True) -> list[Sequence]:
         """Free everything that a request holds; its sequences that had not finished."""
         unfinished = [seq for seq in self._sequences.pop(request_id, []) if seq.state is not State.FINISHED]
         for seq in unfinished:
-            self.scheduler.remove(seq)
+            self.scheduler.remove(seq, remember=remember)
         self._seeds.pop(request_id, None)
         return unfinished
 
@@ -259,7 +256,7 @@ class Engine:
         """The prompt is computed: let the other samples share it, as far as there are seats."""
         siblings, seq.siblings = seq.siblings, []
         for sibling in siblings:
-            if len(self.scheduler.running) < self.config.max_num_seqs:
+            if self.config.kv_cache == "paged" and len(self.scheduler.running) < self.config.max_num_seqs:
                 self.scheduler.fork(seq, sibling)
                 self._next_token(sibling, logits)
             else:

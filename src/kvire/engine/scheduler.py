@@ -8,8 +8,9 @@ moves, and any pool that fits one request serves them all.
 from bisect import insort
 from dataclasses import dataclass
 
-from kvire.cache.grouped import GroupedLease, GroupedPool
-from kvire.core.keys import BlockKey
+from kvire.cache.grouped import GroupedPool, Hit
+from kvire.core.config import EngineConfig
+from kvire.core.keys import BlockKey, block_key
 from kvire.core.report import MissReason
 from kvire.engine.sequence import Sequence, State
 
@@ -34,11 +35,14 @@ class Chunk:
 class Scheduler:
     """Waiting and running sequences over one GroupedPool; belongs to the engine's thread."""
 
-    def __init__(self, pool: GroupedPool, *, max_batch_tokens: int, max_num_seqs: int, prefix_cache: bool) -> None:
+    def __init__(self, pool: GroupedPool, config: EngineConfig, max_model_len: int) -> None:
         self.pool = pool
-        self.max_batch_tokens = max_batch_tokens
-        self.max_num_seqs = max_num_seqs
-        self.prefix_cache = prefix_cache
+        self.max_batch_tokens = config.max_batch_tokens
+        self.max_num_seqs = config.max_num_seqs
+        self.kv_cache = config.kv_cache
+        self.prefix_cache = config.prefix_cache and config.kv_cache == "paged"
+        self.partial_hits = not config.deterministic  # whole blocks only: each is computed in one piece then
+        self.max_model_len = max_model_len
         self.waiting: list[Sequence] = []  # both by order, oldest first
         self.running: list[Sequence] = []
         self.copies: list[tuple[int, int, int]] = []  # (group, source, target) to copy before the next step
@@ -50,11 +54,11 @@ class Scheduler:
         seq.state = State.WAITING
         insort(self.waiting, seq, key=_order)
 
-    def remove(self, seq: Sequence) -> None:
-        """A sequence is finished or cancelled: its blocks are free from now on."""
+    def remove(self, seq: Sequence, *, remember: bool = True) -> None:
+        """A sequence is finished or cancelled: its blocks are free from now on. remember: its last one as well."""
         if seq.state is State.RUNNING:
             self.running.remove(seq)
-            self._give_back(seq)
+            self._release(seq, remember=remember)
         elif seq.state is State.WAITING and seq in self.waiting:
             self.waiting.remove(seq)
         seq.state = State.FINISHED
@@ -72,95 +76,112 @@ class Scheduler:
             matched = self.pool.match_length(seq.root, reusable, seq.token_ids)
             if matched < len(reusable) and reusable[matched] in self._computing:
                 continue
-            if not self._start(seq, reusable):
+            if not self._start(seq, reusable, matched):
                 return
+
+    def _reuses(self, seq: Sequence) -> bool:
+        """Whether the sequence may start from what is remembered; logprobs of prompt tokens need their logits."""
+        return self.prefix_cache and seq.params.prompt_logprobs is None
 
     def _reusable_keys(self, seq: Sequence) -> list[BlockKey]:
         """Keys of the full blocks that may be reused: at least one token is left to compute."""
-        if not self.prefix_cache or seq.params.prompt_logprobs is not None:
+        if not self._reuses(seq):
             return []
         return seq.full_block_keys()[: (seq.num_tokens - 1) // self.pool.block_size]
 
-    def _start(self, seq: Sequence, reusable: list[BlockKey]) -> bool:
+    def _start(self, seq: Sequence, reusable: list[BlockKey], matched: int) -> bool:
         """Lease what is remembered and allocate the rest; False, and no change, if that does not fit."""
-        lease = self.pool.match(seq.root, reusable, seq.token_ids)
-        needed = self._blocks_for(seq.num_tokens) - len(lease)
-        # One block to spare per running sequence, or the next few tokens would preempt this one.
-        reserve = len(self.running)
-        more = self.pool.try_allocate(needed) if needed + reserve <= self.pool.num_free else None
-        if more is None:
-            lease.release()
+        more = seq.num_tokens - 1 - matched * self.pool.block_size if self._reuses(seq) and self.partial_hits else 0
+        hit = self.pool.match(seq.root, reusable[:matched], seq.token_ids, partial_tokens=more)
+        computed = hit.full_blocks * self.pool.block_size + hit.partial_tokens
+        if self.kv_cache == "contiguous":
+            fits = self.pool.try_extend(hit.lease, self.max_model_len, now=self.max_model_len)
+        else:  # one block to spare per running sequence, or the next few tokens would preempt this one
+            fits = self.pool.try_extend(hit.lease, seq.num_tokens, now=computed, spare=len(self.running))
+        if not fits:
+            hit.lease.release()
             return False
-        matched = len(lease)
+        if hit.partial_tokens:
+            leases = enumerate(zip(hit.sources, hit.lease.leases, strict=True))
+            self.copies += [(g, source, part.block_ids[hit.full_blocks]) for g, (source, part) in leases]
         if not seq.admitted:
-            self._explain(seq, reusable, matched)
-        lease.extend(more)
-        seq.lease, seq.state, seq.admitted = lease, State.RUNNING, True
-        seq.num_computed, seq.num_published = matched * self.pool.block_size, matched
-        seq.most_computed = max(seq.most_computed, seq.num_computed)  # lost before use, a hit is computed again
+            self._explain(seq, reusable, hit, computed)
+        seq.lease, seq.state, seq.admitted = hit.lease, State.RUNNING, True
+        seq.num_computed, seq.num_published, seq.detached = computed, hit.full_blocks, False
+        seq.most_computed = max(seq.most_computed, computed)  # lost before use, a hit is computed again
         self.waiting.remove(seq)
         insort(self.running, seq, key=_order)
         if self.prefix_cache:
-            for key in seq.full_block_keys()[matched:]:
+            for key in seq.full_block_keys()[hit.full_blocks :]:
                 self._computing.setdefault(key, seq)
         return True
 
-    def _explain(self, seq: Sequence, reusable: list[BlockKey], matched: int) -> None:
+    def _explain(self, seq: Sequence, reusable: list[BlockKey], hit: Hit, computed: int) -> None:
         """Note what was reused and why the rest was not (CacheReport)."""
-        block_size = self.pool.block_size
-        seq.device_tokens = matched * block_size
+        seq.device_tokens = computed
+        block_size, full = self.pool.block_size, hit.full_blocks
         if not self.prefix_cache:
             seq.miss = MissReason.OFF
         elif seq.params.prompt_logprobs is not None:
             seq.miss = MissReason.PROMPT_LOGPROBS
-        elif matched < len(reusable) and self.pool.was_evicted(reusable[matched]):
-            seq.miss, seq.miss_token = MissReason.EVICTED, matched * block_size
-        elif not reusable:
+        elif full < len(reusable) and self._was_evicted(seq, reusable, full):
+            seq.miss, seq.miss_token = MissReason.EVICTED, computed
+        elif not reusable and (not self.partial_hits or seq.num_tokens == 1):
             seq.miss = MissReason.SHORTER_THAN_BLOCK
-        elif matched == len(reusable):
+        elif computed == seq.num_tokens - 1 or (full == len(reusable) and not self.partial_hits):
             seq.miss = MissReason.COMPLETE
         else:
-            parent = seq.keys[matched - 1] if matched else seq.root
-            shared = self.pool.closest(parent, seq.token_ids[matched * block_size : (matched + 1) * block_size])
-            seq.miss_token = matched * block_size + shared
-            if matched:
+            parent = seq.keys[full - 1] if full else seq.root
+            seq.miss_token = full * block_size + self.pool.closest(
+                parent, seq.token_ids[full * block_size : (full + 1) * block_size]
+            )
+            if computed:
                 seq.miss = MissReason.DIVERGED
             else:
-                seq.miss = MissReason.SHORTER_THAN_BLOCK if shared else MissReason.NEVER_STORED
+                seq.miss = MissReason.SHORTER_THAN_BLOCK if seq.miss_token else MissReason.NEVER_STORED
+
+    def _was_evicted(self, seq: Sequence, reusable: list[BlockKey], full: int) -> bool:
+        """Whether the hit could have been longer than `full` blocks, had there been more room."""
+        return self.pool.was_evicted(reusable[full]) or self.pool.reach(seq.root, reusable, seq.token_ids) > full
 
     def schedule(self) -> list[Chunk]:
         """The next step's chunks: every decode, then prompts in chunks, under the token budget.
 
-        Chunks of one token come first (Batch). Preempts, newest first, for decodes that need a block.
+        Chunks of one token come first (Batch). Preempts, newest first, where blocks are missing.
         """
-        decoding = [seq for seq in self.running if seq.num_remaining == 1]
-        for seq in decoding:
-            if seq.state is State.RUNNING:  # not preempted for an older one in this loop
-                self._make_room(seq)
-        chunks = [Chunk(seq, 1) for seq in decoding if seq.state is State.RUNNING]
+        chunks = []
+        for seq in [seq for seq in self.running if seq.num_remaining == 1]:
+            if seq.state is not State.RUNNING:
+                continue  # preempted for an older one in this loop
+            if self._make_room(seq, 1):
+                chunks.append(Chunk(seq, 1))
+            else:
+                self.preempt(seq)
         budget, scored = self.max_batch_tokens - len(chunks), MAX_PROMPT_LOGPROB_TOKENS
-        for seq in self.running:
+        for seq in [seq for seq in self.running if seq.num_remaining > 1]:
             scores_prompt = seq.params.prompt_logprobs is not None
             count = min(seq.num_remaining, budget, scored if scores_prompt else budget)
-            if seq.num_remaining > 1 and count > 0:
+            if count > 0 and seq.state is State.RUNNING and self._make_room(seq, count):
                 chunks.append(Chunk(seq, count))
                 budget -= count
                 scored -= count if scores_prompt else 0
+        chunks = [chunk for chunk in chunks if chunk.seq.state is State.RUNNING]
         return sorted(chunks, key=lambda chunk: chunk.count != 1)
 
-    def _make_room(self, seq: Sequence) -> None:
-        """Find a block of its own for the sequence's next token; the newest pay, at worst itself."""
-        while seq.lease is not None and not self._has_room(seq, seq.lease):
+    def _make_room(self, seq: Sequence, count: int) -> bool:
+        """Find blocks of its own for the sequence's next `count` tokens; newer ones pay. False if none are left."""
+        while not self._has_room(seq, count):
+            if self.running[-1] is seq:
+                return False
             self.preempt(self.running[-1])
+        return True
 
-    def _has_room(self, seq: Sequence, lease: GroupedLease) -> bool:
-        index = seq.num_computed // self.pool.block_size
-        if index == len(lease):
-            more = self.pool.try_allocate(1)
-            if more is not None:
-                lease.extend(more)
-            return more is not None
-        copies = self.pool.make_writable(lease, index)
+    def _has_room(self, seq: Sequence, count: int) -> bool:
+        assert seq.lease is not None
+        end = seq.num_computed + count
+        if not self.pool.try_extend(seq.lease, end, now=end):
+            return False
+        copies = self.pool.make_writable(seq.lease, seq.num_computed // self.pool.block_size)
         if copies is None:
             return False
         self.copies += copies
@@ -169,7 +190,7 @@ class Scheduler:
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's blocks; it is computed again once it is its turn."""
         self.running.remove(seq)
-        self._give_back(seq)
+        self._release(seq, remember=True)
         seq.num_computed = seq.num_published = 0
         seq.preemptions += 1
         self.preemptions += 1
@@ -181,35 +202,53 @@ class Scheduler:
         sample.lease = self.pool.fork(source.lease)
         sample.keys = list(source.keys)
         sample.num_computed, sample.num_published = source.num_computed, source.num_published
+        sample.detached = source.detached
         sample.most_computed = source.most_computed
         sample.device_tokens, sample.miss, sample.miss_token = source.device_tokens, source.miss, source.miss_token
         sample.state, sample.admitted = State.RUNNING, True
         insort(self.running, sample, key=_order)
 
+    def drop(self, seq: Sequence) -> None:
+        """Keep nothing of a running sequence's KV: it is computed again for its next token."""
+        assert seq.lease is not None
+        seq.lease.release()
+        seq.lease = self.pool.empty_lease()
+        seq.num_computed = 0
+
     def advance(self, chunk: Chunk) -> None:
-        """A chunk is computed: publish the blocks that it filled."""
+        """A chunk is computed: publish the blocks that it filled, give back those that no window reaches any more."""
         seq = chunk.seq
         assert seq.lease is not None
         seq.advance(chunk.count)
-        if not self.prefix_cache:
-            return
-        keys = seq.full_block_keys()
-        for index in range(seq.num_published, seq.num_computed // self.pool.block_size):
-            parent = seq.parent_of(index)
-            self.pool.publish(seq.lease, index, keys[index], parent, seq.root, seq.block_tokens(index))
-            self._computing.pop(keys[index], None)
-            seq.num_published = index + 1
+        if self.prefix_cache:
+            keys = seq.full_block_keys()
+            for index in range(seq.num_published, seq.num_computed // self.pool.block_size):
+                self._publish(seq, index, keys[index], seq.block_tokens(index))
+                self._computing.pop(keys[index], None)
+                seq.num_published = index + 1
+        if self.kv_cache == "paged":
+            self.pool.give_back(seq.lease, seq.num_computed)
 
-    def _give_back(self, seq: Sequence) -> None:
+    def _publish(self, seq: Sequence, index: int, key: BlockKey, token_ids: list[int]) -> None:
+        """Put a block into the index, unless one before it is not there under the sequence's own tokens."""
+        if not seq.detached:
+            assert seq.lease is not None
+            found = self.pool.publish(seq.lease, index, key, seq.parent_of(index), seq.root, token_ids)
+            seq.detached = not found
+
+    def _release(self, seq: Sequence, *, remember: bool) -> None:
+        """Give a running sequence's blocks back. remember: publish the last one first, if it is not full."""
         assert seq.lease is not None
+        index = seq.num_computed // self.pool.block_size
+        tail = seq.token_ids[index * self.pool.block_size : seq.num_computed]
+        if remember and tail and self.prefix_cache and self.partial_hits:
+            assert seq.num_published == index
+            self._publish(seq, index, block_key(seq.parent_of(index), tail), tail)
         seq.lease.release()
         seq.lease = None
         for key in seq.keys[seq.num_published :]:
             if self._computing.get(key) is seq:
                 del self._computing[key]
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.pool.block_size)
 
 
 def _order(seq: Sequence) -> tuple[int, int]:

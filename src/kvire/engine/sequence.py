@@ -43,6 +43,7 @@ class Sequence:
         self.keys: list[BlockKey] = []
         self.num_computed = 0
         self.num_published = 0
+        self.detached = False  # a block is not in the index, so none that follows may be
         self.most_computed = 0  # high-water mark: what is computed below it is computed again
         self.siblings: list[Sequence] = []
         self.answer_counts: Counter[int] = Counter()

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from kvire.core.errors import KvireError, ModelNotFoundError
-from kvire.core.spec import DTYPE_BYTES, KVGroup, KVSpec
+from kvire.core.spec import KV_DTYPE_BYTES, KVGroup, KVSpec
 from kvire.models.checkpoint import open_checkpoint, read_config
 from kvire.models.embedded import EMBEDDED, EmbeddedModel, GgufSource, find_embedded
-from kvire.models.families import kv_groups, max_positions
+from kvire.models.families import expanded_elements_per_token, hidden_layers, kv_groups, max_positions
 from kvire.models.gguf import ORIGIN, converted_folder, converted_models, find_converted, gguf_file
 from kvire.models.gguf_config import config_from_gguf
 from kvire.models.gguf_header import GgufHeader
@@ -42,6 +42,7 @@ class ModelFacts:
     supported: whether it can be served; if not, `reason` says why and what to do. groups is empty then.
     weights_bytes: of the weight files. memory_bytes: of the weights in float32, as they are computed with.
     kv_bytes_per_token: by dtype of the pool. context_tokens: the longest sequence it was made for.
+    expanded_elements_per_token: what latent attention would keep without its latent; None: it is not latent.
     converted: False for a GGUF that has not been converted yet.
     """
 
@@ -56,6 +57,7 @@ class ModelFacts:
     context_tokens: int
     weights_bytes: int
     memory_bytes: int
+    expanded_elements_per_token: int | None = None
     converted: bool = True
 
 
@@ -152,18 +154,19 @@ def _facts(
         model_type=config["model_type"],
         supported=True,
         reason="",
-        layers=sum(len(group.layers) for group in groups),
+        layers=hidden_layers(config),
         groups=groups,
-        kv_bytes_per_token={dtype: KVSpec(groups, dtype).bytes_per_token for dtype in DTYPE_BYTES},
+        kv_bytes_per_token={dtype: KVSpec(groups, dtype).bytes_per_token for dtype in KV_DTYPE_BYTES},
         context_tokens=max_positions(config),
         weights_bytes=weights,
         memory_bytes=memory,
+        expanded_elements_per_token=expanded_elements_per_token(config),
         converted=converted,
     )
 
 
 def _refused(name: str, path: Path, kind: str, reason: str, weights: int = 0, *, converted: bool = True) -> ModelFacts:
-    return ModelFacts(name, path, kind, False, reason, 0, (), {}, 0, weights, 0, converted)
+    return ModelFacts(name, path, kind, False, reason, 0, (), {}, 0, weights, 0, converted=converted)
 
 
 def _size_bytes(folder: Path) -> int:

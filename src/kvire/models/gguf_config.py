@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvire.core.errors import UnsupportedModelError
-from kvire.models.families import MAX_LAYERS
+from kvire.models.config_fields import MAX_LAYERS
 from kvire.models.gguf_header import GgufHeader
 
 ConfigFields = dict[str, Any]

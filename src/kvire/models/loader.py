@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers import logging as transformers_logging
 
+from kvire.attention.paged_cache import attention_modules, kv_sources
 from kvire.core.errors import ConfigError, UnsupportedModelError
 from kvire.core.memory import available_bytes, format_size
 from kvire.core.spec import DTYPE_BYTES, KVGroup
@@ -26,13 +27,18 @@ from kvire.models.families import kv_groups, max_positions
 from kvire.models.fingerprint import config_digest, weights_digest
 from kvire.models.progress import LateProgress, Progress, silent
 from kvire.models.resolve import model_name
+from kvire.models.rope import fix_longrope
+
+# Their attention reads its window from the config at every call; that of others keeps it, or has none.
+WINDOW_IN_CONFIG = ("ministral3", "mistral", "mixtral", "phi3", "starcoder2")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model ready to run, and its identity.
 
-    model: the unmodified transformers class, in eval mode, without gradients. groups: what its layers
+    model: the unmodified transformers class, in eval mode, without gradients. config: as it was built from, LongRoPE
+    fixed. groups: what its layers
     keep per token. max_positions: longest sequence in tokens. eos_token_ids: all tokens that end an
     answer, ascending. weights_digest, config_digest: hex, see fingerprint.py. weights_bytes: of the
     weights in memory.
@@ -52,10 +58,16 @@ class LoadedModel:
 
 
 def load(
-    path: Path, *, dtype: str = "float32", name: str | None = None, progress: Progress | None = None
+    path: Path,
+    *,
+    dtype: str = "float32",
+    name: str | None = None,
+    max_model_len: int | None = None,
+    progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a directory from `resolve`. dtype: what is computed in, whatever the files are stored in. name: what
-    people call the model, by default as `resolve.model_name` finds it.
+    people call the model, by default as `resolve.model_name` finds it. max_model_len: tokens of the longest
+    sequence that will run, by default as many as the model was made for; LongRoPE factors depend on it.
 
     Raises UnsupportedModelError (refused, or files that do not make up the model), ConfigError (dtype
     unknown, or not enough memory).
@@ -67,6 +79,7 @@ def load(
     kv_groups(checkpoint.config)  # refuses before any class of the model is imported
     config = _load_config(path)
     groups = kv_groups(config)
+    fix_longrope(config, max_model_len or max_positions(config))
     identity = config_digest(config.to_dict())
     _need_memory(checkpoint, dtype)
     weights, model = _load_as_digested(checkpoint, config, dtype, report)
@@ -170,19 +183,28 @@ def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 def _check_groups(model: PreTrainedModel, groups: Sequence[KVGroup]) -> None:
     """Hold the groups against the layers as built: a wrong window would give wrong answers without a sound."""
-    for layer, group in ((layer, each) for each in groups for layer in each.layers):
-        attention = model.model.layers[layer].self_attn
-        if (window := _window_of(attention, model.config.model_type)) != group.window:
+    modules = attention_modules(model)
+    sources = kv_sources(modules)
+    group_of = {layer: group for group in groups for layer in group.layers}
+    if set(sources.values()) != set(group_of):
+        raise UnsupportedModelError(f"layers {sorted(set(sources.values()))} keep KV, config.json says otherwise")
+    for attention in modules:
+        layer: int = attention.layer_idx  # type: ignore[assignment]
+        group = group_of[sources[layer]]
+        if (window := _window_of(attention)) != group.window:
             raise UnsupportedModelError(f"layer {layer} looks back {window} tokens, config.json says {group.window}")
         if (projection := getattr(attention, "k_proj", None)) is not None:
             width = group.kv_heads * group.key_width
-            assert projection.out_features == width, f"layer {layer}: K is {projection.out_features}, not {width}"
+            if projection.out_features != width:
+                raise UnsupportedModelError(f"layer {layer}: K is {projection.out_features} wide, not {width}")
 
 
-def _window_of(attention: Any, model_type: str) -> int | None:
-    """Mistral's attention reads its window from the config at every call; the others keep it, or have none."""
-    window: int | None
-    window = attention.config.sliding_window if model_type == "mistral" else getattr(attention, "sliding_window", None)
+def _window_of(attention: Any) -> int | None:
+    """Tokens that an attention module looks back; None for all of them."""
+    if not getattr(attention, "is_sliding", True):
+        return None
+    owner = attention.config if attention.config.model_type in WINDOW_IN_CONFIG else attention
+    window: int | None = getattr(owner, "sliding_window", None)
     return window
 
 

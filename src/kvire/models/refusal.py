@@ -11,10 +11,14 @@ from kvire.core.errors import UnsupportedModelError
 
 Config = Mapping[str, Any]
 
-# Factors that are the same whatever else runs in the batch. `dynamic` and `longrope` choose theirs by
-# the longest sequence at hand (transformers/modeling_rope_utils.py, dynamic_rope_update), so a cached
-# block would depend on who computed it.
-STEADY_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Factors that are the same whatever else runs in the batch. `dynamic` chooses its own by the longest
+# sequence at hand (transformers/modeling_rope_utils.py, dynamic_rope_update), but only beyond
+# max_position_embeddings, where the engine never goes. `longrope` does so earlier; rope.py stops it.
+KNOWN_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")
+
+# Their attention passes attn_logit_softcapping on. Others have the field from their ancestors, and whether
+# it counts depends on the attention that runs.
+SOFTCAPPED = ("gemma2", "vaultgemma")
 
 IMAGE_FIELDS = ("vision_config", "audio_config", "image_token_id", "image_token_index")
 STATE_FIELDS = (
@@ -37,8 +41,9 @@ def refuse_unknown(config: Config, supported: tuple[str, ...]) -> None:
     _refuse_code(config)
     _refuse_quantised(config)
     _refuse_heads_other_than_causal(config)
-    _refuse_unsteady_rope(config)
-    _refuse_gemma3_variants(config)
+    _refuse_unknown_rope(config)
+    _refuse_looking_elsewhere(config)
+    _refuse_softcap(config)
 
 
 def _refuse_family(config: Config, supported: tuple[str, ...]) -> None:
@@ -48,10 +53,11 @@ def _refuse_family(config: Config, supported: tuple[str, ...]) -> None:
     known = f"Supported families: {', '.join(supported)}."
     if not isinstance(kind, str):
         raise UnsupportedModelError(f"config.json has no model_type, so the family is unknown. {known}")
-    if kind == "gemma3":
+    if kind in ("gemma3", "gemma4"):
+        example = ", such as gemma-3-270m or gemma-3-1b" if kind == "gemma3" else ""
         raise UnsupportedModelError(
-            "gemma3 here is the multimodal checkpoint, and images are not supported. Use a text-only checkpoint "
-            f"(model_type gemma3_text, such as gemma-3-270m or gemma-3-1b). {known}"
+            f"{kind} here is the multimodal checkpoint, and images are not supported. Use a text-only checkpoint "
+            f"(model_type {kind}_text{example}). {known}"
         )
     raise UnsupportedModelError(f"{kind} is not supported{_why(config)}. {known}")
 
@@ -97,21 +103,23 @@ def _refuse_quantised(config: Config) -> None:
 
 def _refuse_heads_other_than_causal(config: Config) -> None:
     names = config.get("architectures") or ()
-    if names and not any(str(name).endswith("ForCausalLM") for name in names):
+    if names and not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names):
         raise UnsupportedModelError(f"{', '.join(map(str, names))} does not generate text: a ...ForCausalLM does")
 
 
-def _refuse_unsteady_rope(config: Config) -> None:
+def _refuse_unknown_rope(config: Config) -> None:
     for rope in _rope_settings(config):
         kind = str(rope.get("rope_type", rope.get("type", "default")))
-        if kind in STEADY_ROPE_TYPES:
+        if kind in KNOWN_ROPE_TYPES:
             continue
-        if "dynamic" in kind or kind in ("longrope", "su"):
+        if kind == "su":
             raise UnsupportedModelError(
-                f"rotary type {kind} takes its factors from the longest sequence in the batch, so KV would depend on "
-                "who else is served. Use a checkpoint with a fixed type (default, linear, llama3, yarn)."
+                "rotary type su is an old name of longrope: take the model's current config.json, which says longrope"
             )
-        raise UnsupportedModelError(f"rotary type {kind} is not known to be right here: {', '.join(STEADY_ROPE_TYPES)}")
+        raise UnsupportedModelError(
+            f"rotary type {kind} is not known to be right here. Use a checkpoint with one of "
+            f"{', '.join(KNOWN_ROPE_TYPES)}."
+        )
 
 
 def _rope_settings(config: Config) -> Iterator[Mapping[str, Any]]:
@@ -123,10 +131,24 @@ def _rope_settings(config: Config) -> Iterator[Mapping[str, Any]]:
             yield from (value for value in settings.values() if isinstance(value, Mapping))
 
 
-def _refuse_gemma3_variants(config: Config) -> None:
-    if config.get("use_bidirectional_attention"):
+def _refuse_looking_elsewhere(config: Config) -> None:
+    # Gemma 4's "vision" is about image tokens alone, which a text model has none of.
+    of_images = config["model_type"] == "gemma4_text" and config.get("use_bidirectional_attention") == "vision"
+    if config.get("use_bidirectional_attention") and not of_images:
         raise UnsupportedModelError(
-            "bidirectional attention looks ahead: KV of a prefix would change with what follows"
+            "bidirectional attention (use_bidirectional_attention) looks ahead: KV of a prefix would change with what "
+            "follows. Use a causal checkpoint of the model; this one is made for embeddings."
         )
-    if config.get("attn_logit_softcapping") is not None:
-        raise UnsupportedModelError("soft-capped attention scores (attn_logit_softcapping) are not supported yet")
+    if config.get("add_cross_attention") or config.get("is_encoder_decoder"):
+        raise UnsupportedModelError(
+            "config.json has cross-attention (add_cross_attention or is_encoder_decoder), and Kvire serves "
+            "decoder-only models: use a plain causal checkpoint."
+        )
+
+
+def _refuse_softcap(config: Config) -> None:
+    if config.get("attn_logit_softcapping") is not None and config["model_type"] not in SOFTCAPPED:
+        raise UnsupportedModelError(
+            f"soft-capped attention scores (attn_logit_softcapping) are supported for {', '.join(SOFTCAPPED)}, not for "
+            f"{config['model_type']}: use a checkpoint without the field"
+        )

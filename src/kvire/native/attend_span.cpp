@@ -164,6 +164,24 @@ void weigh(const SpanQuery& task, float* scores, const SpanPartial& out) {
     }
 }
 
+// Multiplies what each query head has for a token with the scale of its KV head's row there.
+void apply_scales(const PagedLayer& layer, const SpanQuery& task, const float* base, int64_t stride, float* rows) {
+    const int64_t tokens = task.end - task.begin, group = task.query_heads / layer.heads;
+    for (int64_t h = 0; h < layer.heads; ++h) {
+        float scales[kSpanTokens];
+        for (int64_t t = 0; t < tokens;) {
+            const int64_t position = task.begin + t, at = position % layer.block_size;
+            const float* from = base + task.block_table[position / layer.block_size] * stride + at * layer.heads + h;
+            const int64_t end = smaller(t + layer.block_size - at, tokens);
+            for (; t < end; ++t, from += layer.heads) scales[t] = *from;
+        }
+        for (int64_t g = 0; g < group; ++g) {
+            float* row = rows + (h * group + g) * kSpanTokens;
+            for (int64_t t = 0; t < tokens; ++t) row[t] *= scales[t];
+        }
+    }
+}
+
 template <class E>
 void attend(const PagedLayer& layer, const SpanQuery& task, float* scratch, const SpanPartial& out) {
     const int64_t heads = layer.heads, group = task.query_heads / heads;
@@ -186,7 +204,9 @@ void attend(const PagedLayer& layer, const SpanQuery& task, float* scratch, cons
             });
         }
     }
+    if (has_scales<E>) apply_scales(layer, task, layer.k_scales, layer.k_scale_stride, scores);
     weigh(task, scores, out);
+    if (has_scales<E>) apply_scales(layer, task, layer.v_scales, layer.v_scale_stride, scores);
     for (const Tile* tile = stream.v_begin(); tile < stream.end(); ++tile) {
         for (int64_t h = 0; h < heads; ++h) {
             const E* v = (const E*)tile->rows + h * v_width;
@@ -207,6 +227,7 @@ void attend_span(const PagedLayer& layer, const SpanQuery& task, float* scratch,
         case DType::float32: return attend<float>(layer, task, scratch, out);
         case DType::float16: return attend<f16>(layer, task, scratch, out);
         case DType::bfloat16: return attend<bf16>(layer, task, scratch, out);
+        case DType::int8: return attend<int8_t>(layer, task, scratch, out);
     }
 }
 

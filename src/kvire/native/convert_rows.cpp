@@ -15,21 +15,64 @@ void convert(const From* from, To* to, int64_t count) {
     if (i < count) store_part(to + i, load_part(from + i, count - i), count - i);
 }
 
+// The largest magnitude; an infinity or a nan if there is one. Compared as integers, which order floats without
+// their signs in the same way and put nans above all.
+float largest_magnitude(const float* row, int64_t width) {
+    v8i best = {};
+    each_vector(row, width, [&](int64_t, v8f values, int64_t) KVIRE_LAMBDA {
+        const v8u bits = (v8u)values & 0x7fffffffu;
+        best = (v8i)select((v8i)bits > best, bits, (v8u)best);
+    });
+    int32_t most = 0;
+    for (int i = 0; i < 8; ++i) most = best[i] > most ? best[i] : most;
+    float magnitude;
+    memcpy(&magnitude, &most, sizeof magnitude);
+    return magnitude;
+}
+
+// As kvire/cache/int8.py does it, which gives the reasons; bit for bit.
+void quantise(const float* row, int8_t* to, float* scale, int64_t width) {
+    const float step = largest_magnitude(row, width) / 127.0f;
+    *scale = step < __FLT_MIN__ ? 0.0f : step;
+    if (!(*scale > 0.0f && *scale < __builtin_inff())) {
+        memset(to, 0, (size_t)width);
+        return;
+    }
+    each_vector(row, width, [&](int64_t d, v8f values, int64_t count) KVIRE_LAMBDA {
+        store_some(to + d, values / broadcast(step), count);
+    });
+}
+
+void dequantise(const int8_t* row, float scale, float* to, int64_t width) {
+    each_vector(row, width, [&](int64_t d, v8f values, int64_t count) KVIRE_LAMBDA {
+        store_some(to + d, values * broadcast(scale), count);
+    });
+}
+
 }  // namespace
 
-void encode(const float* from, char* to, int64_t count, DType dtype) {
+void encode(const float* from, char* to, float* scales, int64_t rows, int64_t width, DType dtype) {
+    const int64_t count = rows * width;
     switch (dtype) {
         case DType::float32: memcpy(to, from, (size_t)count * sizeof(float)); return;
         case DType::float16: return convert(from, (f16*)to, count);
         case DType::bfloat16: return convert(from, (bf16*)to, count);
+        case DType::int8:
+            for (int64_t r = 0; r < rows; ++r) quantise(from + r * width, (int8_t*)to + r * width, scales + r, width);
+            return;
     }
 }
 
-void decode(const char* from, float* to, int64_t count, DType dtype) {
+void decode(const char* from, const float* scales, float* to, int64_t rows, int64_t width, DType dtype) {
+    const int64_t count = rows * width;
     switch (dtype) {
         case DType::float32: memcpy(to, from, (size_t)count * sizeof(float)); return;
         case DType::float16: return convert((const f16*)from, to, count);
         case DType::bfloat16: return convert((const bf16*)from, to, count);
+        case DType::int8:
+            for (int64_t r = 0; r < rows; ++r)
+                dequantise((const int8_t*)from + r * width, scales[r], to + r * width, width);
+            return;
     }
 }
 

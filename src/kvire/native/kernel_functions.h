@@ -12,8 +12,8 @@ void merge_spans(const SpanPartial* parts, int64_t count, int64_t query_heads, i
 void pack_tile(const PagedLayer& layer, const int32_t* block_table, int64_t head, const PackedTile& tile);
 void pack_queries(const QueryRows& rows, float* packed);
 void attend_tile(const QueryRows& rows, const float* packed, const PackedTile& tile, const SpanPartial& sums);
-void encode(const float* from, char* to, int64_t count, DType dtype);
-void decode(const char* from, float* to, int64_t count, DType dtype);
+void encode(const float* from, char* to, float* scales, int64_t rows, int64_t width, DType dtype);
+void decode(const char* from, const float* scales, float* to, int64_t rows, int64_t width, DType dtype);
 void linear_rows(const LinearRows& task, int64_t begin, int64_t end);
 void rms_norm(const RmsNorm& task, int64_t begin, int64_t end);
 float read_sum(const float* from, int64_t count);

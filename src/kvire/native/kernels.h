@@ -6,10 +6,12 @@
 
 namespace kvire {
 
-enum class DType : int { float32 = 0, float16 = 1, bfloat16 = 2 };
+enum class DType : int { float32 = 0, float16 = 1, bfloat16 = 2, int8 = 3 };
 
 // Helpers in this header are static: files compiled for different instruction sets must not share them.
-static constexpr int64_t element_bytes(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
+static constexpr int64_t element_bytes(DType dtype) {
+    return dtype == DType::float32 ? 4 : dtype == DType::int8 ? 1 : 2;
+}
 
 // Widths are padded to whole vectors in scratch memory.
 static constexpr int64_t padded(int64_t width) { return (width + 7) / 8 * 8; }
@@ -26,15 +28,24 @@ constexpr int64_t kTileTokens = 128, kPanel = 16, kTileRows = 6;
 static constexpr int64_t panelled(int64_t width) { return (width + kPanel - 1) / kPanel * kPanel; }
 
 // One layer of the pool. K of block b begins at k + b * k_block_bytes and lies [token, head, key_width];
-// V alike.
+// V alike. An int8 stands for itself times the scale of its head's row: those of block b begin at
+// k_scales + b * k_scale_stride and lie [token, head]. Other dtypes have none: null.
 struct PagedLayer {
     char* k;
     char* v;
+    float* k_scales;
+    float* v_scales;
     int64_t k_block_bytes, v_block_bytes;
+    int64_t k_scale_stride, v_scale_stride;
     int64_t num_blocks, block_size;
     int64_t heads, key_width, value_width;
     DType dtype;
 };
+
+// Scale of row token * heads + head of a block; null where there are none.
+static inline float* scale_of(float* scales, int64_t stride, int64_t block, int64_t row) {
+    return scales ? scales + block * stride + row : nullptr;
+}
 
 // One row of queries against positions begin .. end - 1 of its sequence, all within one span.
 struct SpanQuery {
@@ -108,9 +119,10 @@ struct KernelTable {
     // Adds what the rows see of one tile to their sums; an untouched row has maximum -inf and zeros.
     void (*attend_tile)(const QueryRows& rows, const float* packed, const PackedTile& tile, const SpanPartial& sums);
 
-    // `count` floats to elements of a pool, rounding to nearest even, and back.
-    void (*encode)(const float* from, char* to, int64_t count, DType dtype);
-    void (*decode)(const char* from, float* to, int64_t count, DType dtype);
+    // `rows` neighbouring heads' rows of floats to elements of a pool, rounding to nearest even, and back. scales:
+    // one per row for int8, null for others.
+    void (*encode)(const float* from, char* to, float* scales, int64_t rows, int64_t width, DType dtype);
+    void (*decode)(const char* from, const float* scales, float* to, int64_t rows, int64_t width, DType dtype);
 
     // Weight rows begin .. end - 1 of a linear layer, for every row of x.
     void (*linear_rows)(const LinearRows& task, int64_t begin, int64_t end);

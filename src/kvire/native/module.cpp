@@ -3,6 +3,7 @@
 // (slots, block ids, lengths) is checked here as well. The GIL is released while kernels run.
 #include <nanobind/nanobind.h>
 
+#include <initializer_list>
 #include <numeric>
 #include <stdexcept>
 #include <vector>
@@ -30,14 +31,28 @@ void require(bool condition, const char* message) {
     if (!condition) throw std::invalid_argument(message);
 }
 
+// No product of sizes below these overflows, and no tensor has larger ones.
+constexpr int64_t kMostPerBlock = 1 << 20, kMostHeads = 1 << 16, kMostBlocks = int64_t{1} << 31;
+constexpr int64_t kMostElements = int64_t{1} << 48;
+
+void at_most(int64_t most, std::initializer_list<int64_t> sizes) {
+    for (int64_t size : sizes) require(size <= most, "a size is larger than any tensor's");
+}
+
 void make_layer(PagedLayer* self, Address k, Address v, int64_t k_block_stride, int64_t v_block_stride,
                 int64_t num_blocks, int64_t block_size, int64_t heads, int64_t key_width, int64_t value_width,
-                int dtype) {
-    require(dtype >= 0 && dtype <= 2, "dtype: 0 float32, 1 float16, 2 bfloat16");
+                int dtype, Address k_scales, Address v_scales, int64_t k_scale_stride, int64_t v_scale_stride) {
+    require(dtype >= 0 && dtype <= 3, "dtype: 0 float32, 1 float16, 2 bfloat16, 3 int8");
+    at_most(kMostPerBlock, {block_size, key_width, value_width});
+    at_most(kMostHeads, {heads});
+    at_most(kMostBlocks, {num_blocks});
+    at_most(kMostElements, {k_block_stride, v_block_stride, k_scale_stride, v_scale_stride});
+    require(k_scales % alignof(float) == 0 && v_scales % alignof(float) == 0, "scales must be aligned");
     const auto type = static_cast<DType>(dtype);
-    const PagedLayer layer{pointer<char>(k), pointer<char>(v), k_block_stride * element_bytes(type),
-                           v_block_stride * element_bytes(type), num_blocks, block_size, heads, key_width,
-                           value_width, type};
+    const PagedLayer layer{pointer<char>(k), pointer<char>(v), pointer<float>(k_scales), pointer<float>(v_scales),
+                           k_block_stride * element_bytes(type), v_block_stride * element_bytes(type),
+                           k_scale_stride, v_scale_stride, num_blocks, block_size, heads, key_width, value_width,
+                           type};
     check_layer(layer);
     new (self) PagedLayer(layer);
 }
@@ -46,6 +61,7 @@ void write_kv_at(const PagedLayer& layer, Address k, int64_t k_token_stride, int
                  int64_t v_token_stride, int64_t v_head_stride, Address slots, int64_t tokens, int threads) {
     require(tokens >= 0 && (tokens == 0 || (k && v && slots)), "write_kv: k, v and slots are needed");
     require(threads >= 1, "threads must be positive");
+    at_most(kMostElements, {tokens});
     nb::gil_scoped_release unlocked;
     write_kv(layer, {pointer<float>(k), k_token_stride, k_head_stride},
              {pointer<float>(v), v_token_stride, v_head_stride}, pointer<int64_t>(slots), tokens, threads);
@@ -55,6 +71,8 @@ void gather_kv_at(const PagedLayer& layer, Address block_table, int64_t table_wi
                   Address k_out, Address v_out, int threads) {
     require(length == 0 || (block_table && k_out && v_out), "gather_kv: block_table, k_out and v_out are needed");
     require(table_width >= 0 && threads >= 1, "table_width must not be negative, threads be positive");
+    at_most(kMostBlocks, {table_width});
+    at_most(kMostElements, {start, length});
     nb::gil_scoped_release unlocked;
     gather_kv(layer, pointer<int32_t>(block_table), table_width, start, length, pointer<float>(k_out),
               pointer<float>(v_out), threads);
@@ -67,6 +85,7 @@ void decode_attention_at(const PagedLayer& layer, Address queries, int64_t query
     require(sequences >= 0 && (sequences == 0 || (queries && block_tables && context_lens && out)),
             "decode_attention: queries, block_tables, context_lens and out are needed");
     require(window >= 0 && softcap >= 0 && table_width >= 0, "window, softcap and table_width must not be negative");
+    at_most(kMostBlocks, {table_width, query_heads});
     require(threads >= 1, "threads must be positive");
     const DecodeBatch batch{pointer<float>(queries), query_stride, query_head_stride, sequences, query_heads,
                             pointer<int32_t>(block_tables), table_stride, table_width, pointer<int32_t>(context_lens),
@@ -81,6 +100,7 @@ void prefill_attention_at(const PagedLayer& layer, Address queries, int64_t quer
                           int threads) {
     require(queries && block_table && out, "prefill_attention: queries, block_table and out are needed");
     require(window >= 0 && softcap >= 0 && table_width >= 0, "window, softcap and table_width must not be negative");
+    at_most(kMostBlocks, {table_width, query_heads});
     require(threads >= 1, "threads must be positive");
     const PrefillChunk chunk{pointer<float>(queries), query_stride, query_head_stride, tokens, query_heads,
                              pointer<int32_t>(block_table), table_width, context_len, scale, window, softcap,
@@ -94,6 +114,7 @@ void linear_rows_at(Address x, int64_t rows, int64_t width, Address weights, int
     constexpr int64_t kTaskWeights = 32;  // small enough to share evenly, large enough to stream
     require(rows >= 0 && width > 0 && out_width > 0 && threads >= 1, "linear_rows: sizes must be positive");
     require(rows == 0 || (x && weights && out), "linear_rows: x, weights and out are needed");
+    at_most(kMostElements, {rows, width, out_width});
     const LinearRows task{pointer<float>(x),   pointer<float>(weights), pointer<float>(bias),
                           pointer<float>(out), rows, width, out_width};
     nb::gil_scoped_release unlocked;
@@ -107,6 +128,7 @@ void rms_norm_at(Address x, int64_t rows, int64_t width, Address weights, float 
     constexpr int64_t kTaskFloats = 1 << 14;  // so that a decode step stays on the calling thread
     require(rows >= 0 && width > 0 && threads >= 1, "rms_norm: sizes must be positive");
     require(rows == 0 || (x && weights && out), "rms_norm: x, weights and out are needed");
+    at_most(kMostElements, {rows, width});
     const RmsNorm task{pointer<float>(x), pointer<float>(weights), pointer<float>(out), rows, width, epsilon};
     nb::gil_scoped_release unlocked;
     const int64_t task_rows = width < kTaskFloats ? kTaskFloats / width : 1;
@@ -119,6 +141,7 @@ void rms_norm_at(Address x, int64_t rows, int64_t width, Address weights, float 
 double read_sum_at(Address floats, int64_t count, int threads) {
     constexpr int64_t kTaskFloats = 1 << 18;
     require(floats && count >= 0 && threads >= 1, "read_sum: an address, a count and threads are needed");
+    at_most(kMostElements, {count});
     nb::gil_scoped_release unlocked;
     const int64_t tasks = (count + kTaskFloats - 1) / kTaskFloats;
     std::vector<double> parts(static_cast<size_t>(tasks));
@@ -139,7 +162,8 @@ NB_MODULE(_native, m) {
     nb::class_<PagedLayer>(m, "PagedLayer", "One layer of a pool; does not keep its memory alive.")
         .def("__init__", make_layer, nb::arg("k"), nb::arg("v"), nb::arg("k_block_stride"), nb::arg("v_block_stride"),
              nb::arg("num_blocks"), nb::arg("block_size"), nb::arg("heads"), nb::arg("key_width"),
-             nb::arg("value_width"), nb::arg("dtype"));
+             nb::arg("value_width"), nb::arg("dtype"), nb::arg("k_scales") = 0, nb::arg("v_scales") = 0,
+             nb::arg("k_scale_stride") = 0, nb::arg("v_scale_stride") = 0);
 
     m.def("write_kv", write_kv_at, nb::arg("layer"), nb::arg("k"), nb::arg("k_token_stride"),
           nb::arg("k_head_stride"), nb::arg("v"), nb::arg("v_token_stride"), nb::arg("v_head_stride"),

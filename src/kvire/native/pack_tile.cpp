@@ -8,41 +8,41 @@ namespace kvire {
 namespace KVIRE_ISA_NAMESPACE {
 namespace {
 
-// f(first column, eight floats, how many of them count)
-template <class E, class F>
-KVIRE_INLINE void each_vector(const E* row, int64_t width, F f) {
-    int64_t d = 0;
-    for (; d + 8 <= width; d += 8) f(d, load8(row + d), 8);
-    if (d < width) f(d, load_part(row + d, width - d), width - d);
+// The floats that eight elements of a row stand for.
+template <class E>
+KVIRE_INLINE v8f scaled(v8f values, const float* scale) {
+    if constexpr (has_scales<E>) return values * broadcast(*scale);
+    return values;
 }
 
-// One token's key becomes one lane of a panel.
+// One token's key becomes one lane of a panel. scale: of the row, if its elements have one.
 template <class E>
-void pack_key(const E* key, int64_t width, int64_t token, float* k) {
+void pack_key(const E* key, const float* scale, int64_t width, int64_t token, float* k) {
     float* const lane = k + token / kPanel * width * kPanel + token % kPanel;
-    each_vector(key, width, [&](int64_t d, v8f values, int64_t count) KVIRE_LAMBDA {
+    each_vector(key, width, [&](int64_t d, v8f elements, int64_t count) KVIRE_LAMBDA {
+        const v8f values = scaled<E>(elements, scale);
         for (int64_t i = 0; i < count; ++i) lane[(d + i) * kPanel] = values[i];
     });
 }
 
 // One token's value becomes one row of every panel.
 template <class E>
-void pack_value(const E* value, int64_t width, int64_t token, float* v) {
-    each_vector(value, width, [&](int64_t d, v8f values, int64_t) KVIRE_LAMBDA {
+void pack_value(const E* value, const float* scale, int64_t width, int64_t token, float* v) {
+    each_vector(value, width, [&](int64_t d, v8f elements, int64_t) KVIRE_LAMBDA {
+        const v8f values = scaled<E>(elements, scale);
         store8(v + d / kPanel * kTileTokens * kPanel + token * kPanel + d % kPanel, values);
     });
 }
 
 template <class E>
 void pack(const PagedLayer& layer, const int32_t* block_table, int64_t head, const PackedTile& tile) {
-    const int64_t k_row = layer.heads * layer.key_width, v_row = layer.heads * layer.value_width;
     for (int64_t position = tile.begin; position < tile.end; ++position) {
         const int64_t block = block_table[position / layer.block_size], at = position % layer.block_size;
-        const int64_t token = position % kTileTokens;
-        const E* const k = (const E*)(layer.k + block * layer.k_block_bytes) + at * k_row + head * layer.key_width;
-        const E* const v = (const E*)(layer.v + block * layer.v_block_bytes) + at * v_row + head * layer.value_width;
-        pack_key(k, layer.key_width, token, tile.k);
-        pack_value(v, layer.value_width, token, tile.v);
+        const int64_t token = position % kTileTokens, row = at * layer.heads + head;
+        const E* const k = (const E*)(layer.k + block * layer.k_block_bytes) + row * layer.key_width;
+        const E* const v = (const E*)(layer.v + block * layer.v_block_bytes) + row * layer.value_width;
+        pack_key(k, scale_of(layer.k_scales, layer.k_scale_stride, block, row), layer.key_width, token, tile.k);
+        pack_value(v, scale_of(layer.v_scales, layer.v_scale_stride, block, row), layer.value_width, token, tile.v);
     }
 }
 
@@ -55,6 +55,7 @@ void pack_tile(const PagedLayer& layer, const int32_t* block_table, int64_t head
         case DType::float32: return pack<float>(layer, block_table, head, tile);
         case DType::float16: return pack<f16>(layer, block_table, head, tile);
         case DType::bfloat16: return pack<bf16>(layer, block_table, head, tile);
+        case DType::int8: return pack<int8_t>(layer, block_table, head, tile);
     }
 }
 

@@ -4,6 +4,18 @@
 #include <string>
 
 namespace kvire {
+namespace {
+
+void check_scales(const PagedLayer& layer) {
+    const bool needed = layer.dtype == DType::int8;
+    if (needed != (layer.k_scales != nullptr) || needed != (layer.v_scales != nullptr))
+        throw std::invalid_argument("a layer needs the addresses of its scales if its dtype is int8, and only then");
+    const int64_t floats = needed ? layer.block_size * layer.heads : 0;
+    if (layer.num_blocks > 1 && (layer.k_scale_stride < floats || layer.v_scale_stride < floats))
+        throw std::invalid_argument("scales of a layer overlap");
+}
+
+}  // namespace
 
 void check_layer(const PagedLayer& layer) {
     if (!layer.k || !layer.v) throw std::invalid_argument("a layer needs the addresses of its K and V");
@@ -14,6 +26,7 @@ void check_layer(const PagedLayer& layer) {
     if (layer.num_blocks > 1 &&
         (layer.k_block_bytes < rows * layer.key_width || layer.v_block_bytes < rows * layer.value_width))
         throw std::invalid_argument("blocks of a layer overlap");
+    check_scales(layer);
 }
 
 void check_blocks(const PagedLayer& layer, const int32_t* block_table, int64_t begin, int64_t end) {

@@ -5,7 +5,8 @@
 
 namespace kvire {
 
-// Throws std::invalid_argument if sizes are not positive or a block's rows would not fit its stride.
+// Throws std::invalid_argument if sizes are not positive, a block's rows would not fit its stride, or scales are
+// missing or not wanted.
 void check_layer(const PagedLayer& layer);
 
 // Throws std::out_of_range unless every block that positions begin .. end - 1 need is a block of the pool.

@@ -36,6 +36,7 @@ typedef int32_t v8i __attribute__((vector_size(32)));
 typedef uint32_t v8u __attribute__((vector_size(32)));
 typedef float v4f __attribute__((vector_size(16)));
 typedef uint16_t v8h __attribute__((vector_size(16)));
+typedef int8_t v8c __attribute__((vector_size(8)));
 
 // Element types of a pool. A tag keeps f16 and bf16 apart where both are 16 bits.
 struct f16 {
@@ -44,6 +45,12 @@ struct f16 {
 struct bf16 {
     uint16_t bits;
 };
+
+// Whether a row's elements count in steps of a scale of its own.
+template <class E>
+constexpr bool has_scales = false;
+template <>
+constexpr bool has_scales<int8_t> = true;
 
 KVIRE_INLINE v8f broadcast(float x) { return v8f{x, x, x, x, x, x, x, x}; }
 
@@ -62,6 +69,9 @@ KVIRE_INLINE void store_bits(Element* to, Vector lanes) {
 KVIRE_INLINE v8f select(v8i mask, v8f yes, v8f no) { return (v8f)((mask & (v8i)yes) | (~mask & (v8i)no)); }
 KVIRE_INLINE v8u select(v8i mask, v8u yes, v8u no) { return (v8u)((mask & (v8i)yes) | (~mask & (v8i)no)); }
 KVIRE_INLINE v8f maximum(v8f a, v8f b) { return select(a > b, a, b); }
+
+// Adding it to a float below 2^22 rounds that to an integer, ties to even, which the low bits then hold.
+constexpr float kShifter = 12582912.0f;  // 1.5 * 2^23
 
 // --- float16: IEEE half. Portable bit arithmetic, exact also where denormals are flushed to zero. -------
 
@@ -134,6 +144,19 @@ KVIRE_INLINE void store8(f16* to, v8f value) {
 #endif
 }
 
+KVIRE_INLINE v8f load8(const int8_t* from) {
+#if defined(__AVX2__)
+    return (v8f)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+    return __builtin_convertvector(__builtin_convertvector(load_bits<v8c>(from), v8i), v8f);
+#endif
+}
+
+// From -127 to 127; rounds to nearest, ties to even.
+KVIRE_INLINE void store8(int8_t* to, v8f value) {
+    store_bits(to, __builtin_convertvector((v8i)(value + broadcast(kShifter)), v8c));
+}
+
 // First `count` < 8 elements; the other lanes are zero.
 template <class E>
 KVIRE_INLINE v8f load_part(const E* from, int64_t count) {
@@ -147,6 +170,20 @@ KVIRE_INLINE void store_part(E* to, v8f value, int64_t count) {
     E buffer[8];
     store8(buffer, value);
     memcpy(to, buffer, (size_t)count * sizeof(E));
+}
+
+template <class E>
+KVIRE_INLINE void store_some(E* to, v8f value, int64_t count) {
+    if (count == 8) store8(to, value);
+    else store_part(to, value, count);
+}
+
+// f(first column, eight floats, how many of them count)
+template <class E, class F>
+KVIRE_INLINE void each_vector(const E* row, int64_t width, F f) {
+    int64_t d = 0;
+    for (; d + 8 <= width; d += 8) f(d, load8(row + d), 8);
+    if (d < width) f(d, load_part(row + d, width - d), width - d);
 }
 
 // --- sums and functions ---------------------------------------------------------------------------------
@@ -174,7 +211,7 @@ KVIRE_INLINE float largest(v8f a) {
 // e^x for x <= 88; exactly 0 below -87.3 and for -inf. Reduced to |r| <= ln(2)/2, then the Taylor series up
 // to r^7: its remainder, 5e-9, is below half a unit in the last place.
 KVIRE_INLINE v8f exponential(v8f x) {
-    const v8f shifter = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
+    const v8f shifter = broadcast(kShifter);
     const v8f shifted = x * broadcast(1.44269504f) + shifter;
     const v8f n = shifted - shifter;
     const v8f r = (x - n * broadcast(0.693359375f)) - n * broadcast(-2.12194440e-4f);

@@ -24,6 +24,10 @@ struct Tile {
 class TileStream {
   public:
     TileStream(const PagedLayer& layer, const SpanQuery& task) {
+        if (layer.k_scales) {
+            prefetch_scales(layer, task, layer.k_scales, layer.k_scale_stride);
+            prefetch_scales(layer, task, layer.v_scales, layer.v_scale_stride);
+        }
         const int64_t k_row = layer.heads * layer.key_width * element_bytes(layer.dtype);
         const int64_t v_row = layer.heads * layer.value_width * element_bytes(layer.dtype);
         const int64_t tile_tokens = larger(k_row, v_row) > kWideRow ? kFewTokens : kManyTokens;
@@ -59,6 +63,17 @@ class TileStream {
             const int64_t block = task.block_table[position / layer.block_size], at = position % layer.block_size;
             const int64_t tokens = smaller(smaller(tile_tokens, layer.block_size - at), task.end - position);
             tiles_[size_++] = {base + block * block_bytes + at * row_bytes, tokens, position - task.begin};
+            position += tokens;
+        }
+    }
+
+    // All at once: they are few beside the rows.
+    void prefetch_scales(const PagedLayer& layer, const SpanQuery& task, const float* base, int64_t stride) {
+        for (int64_t position = task.begin; position < task.end;) {
+            const int64_t block = task.block_table[position / layer.block_size], at = position % layer.block_size;
+            const int64_t tokens = smaller(layer.block_size - at, task.end - position);
+            const char* from = (const char*)(base + block * stride + at * layer.heads);
+            for (int64_t byte = 0; byte < tokens * layer.heads * 4; byte += kLine) prefetch(from + byte);
             position += tokens;
         }
     }

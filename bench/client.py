@@ -1,0 +1,122 @@
+"""A small client of any OpenAI-compatible chat endpoint, with the standard library alone: it must not cost the
+server its cores.
+
+    python bench/client.py --url http://127.0.0.1:8000/v1 --model NAME --work WORK --out FILE.json
+
+docqa      one document, four questions one after another: the first is cold, the others warm
+multiturn  a conversation of six turns
+shared     --concurrency requests at once behind one system prompt of --doc-words words
+again      one prompt five times: the first is cold, the others warm
+
+FILE holds a list of {ttft_ms, tpot_ms, e2e_ms, prompt, out, cached, text, state} with state cold, warm or load.
+Prompts are words drawn with --seed.
+"""
+
+import argparse
+import http.client
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+from urllib.parse import urlsplit
+
+VOCABULARY = ("harbour", "ledger", "orchard", "signal", "timber", "copper", "valley", "engine", "mirror", "winter")
+QUESTIONS = ("What is it about?", "Which place comes first?", "What follows from it?", "Who would disagree?")
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One workload against one endpoint.")
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--work", choices=list(WORKS), required=True)
+    parser.add_argument("--doc-words", type=int, default=1500)
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    options.out.write_text(json.dumps(WORKS[options.work](options)), encoding="utf-8")
+
+
+def text(seed: int, count: int) -> str:
+    rng = random.Random(seed)
+    return " ".join(rng.choice(VOCABULARY) for _ in range(count))
+
+
+def docqa(options: argparse.Namespace) -> list[Row]:
+    document = text(options.seed, options.doc_words)
+    return one_by_one(options, [[message("user", f"{document}\n\n{question}")] for question in QUESTIONS])
+
+
+def again(options: argparse.Namespace) -> list[Row]:
+    return one_by_one(options, [[message("user", text(options.seed, options.doc_words))]] * 5)
+
+
+def multiturn(options: argparse.Namespace) -> list[Row]:
+    messages, rows = [message("user", text(options.seed, options.doc_words))], []
+    for turn in range(6):
+        rows.append(chat(options, messages) | {"state": "warm" if turn else "cold"})
+        messages.append(message("assistant", rows[-1]["text"]))
+        messages.append(message("user", text(options.seed + turn + 1, 40)))
+    return rows
+
+
+def shared(options: argparse.Namespace) -> list[Row]:
+    system = message("system", text(options.seed, options.doc_words))
+    prompts = [[system, message("user", text(options.seed + 1 + i, 60))] for i in range(options.concurrency)]
+    with ThreadPoolExecutor(options.concurrency) as threads:
+        rows = list(threads.map(lambda prompt: chat(options, prompt), prompts))
+    return [row | {"state": "load"} for row in rows]
+
+
+WORKS = {"docqa": docqa, "multiturn": multiturn, "shared": shared, "again": again}
+
+
+def one_by_one(options: argparse.Namespace, prompts: list[list[dict[str, str]]]) -> list[Row]:
+    return [chat(options, prompt) | {"state": "warm" if i else "cold"} for i, prompt in enumerate(prompts)]
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def chat(options: argparse.Namespace, messages: list[dict[str, str]]) -> Row:
+    """One streamed answer. A token that completes no text is counted by usage, not by a time of its own."""
+    url = urlsplit(options.url)
+    body = {"model": options.model, "messages": messages, "max_tokens": options.max_tokens, "temperature": 0}
+    body |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=600)
+    started = perf_counter()
+    connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    if answer.status != 200:
+        raise RuntimeError(f"{options.url} answered {answer.status}: {answer.read(400)!r}")
+    times, parts, usage = [], [], {}
+    for line in answer:
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line[len(b"data: ") :])
+        usage = event.get("usage") or usage
+        for choice in event.get("choices", ()):
+            if piece := choice["delta"].get("content"):
+                times.append(perf_counter() - started)
+                parts.append(piece)
+    connection.close()
+    times = times or [perf_counter() - started]  # an answer without text
+    first, last = times[0], times[-1]
+    return {
+        "ttft_ms": first * 1e3,
+        "tpot_ms": (last - first) * 1e3 / max(1, usage["completion_tokens"] - 1),
+        "e2e_ms": last * 1e3,
+        "prompt": usage["prompt_tokens"],
+        "out": usage["completion_tokens"],
+        "cached": (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+        "text": "".join(parts),
+    }
+
+
+if __name__ == "__main__":
+    main()

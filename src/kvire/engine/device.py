@@ -1,0 +1,96 @@
+"""Where a model and its pool live: on the CPU, or on a GPU that was found and works."""
+
+import logging
+
+import torch
+
+from kvire.core.config import EngineConfig
+from kvire.core.errors import ConfigError
+from kvire.core.memory import available_bytes, format_size
+
+log = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """The device that `config` asks for; for auto a GPU if one can be used for all of it, else the CPU.
+
+    Raises ConfigError for cuda where there is none that works, or where another option needs the CPU.
+    """
+    if config.device == "cpu":
+        return CPU
+    needs_cpu = _needs_cpu(config)
+    if config.device == "cuda":
+        if problem := needs_cpu or _missing_gpu() or _unusable_gpu():
+            raise ConfigError(f"device='cuda' cannot be used: {problem}")
+        return _current_gpu()
+    if needs_cpu or _missing_gpu():
+        return CPU
+    if problem := _unusable_gpu():
+        log.warning("a GPU was found, but the CPU is used: %s", problem)
+        return CPU
+    return _current_gpu()
+
+
+def prepare(device: torch.device) -> None:
+    """Make float32 mean float32: on a GPU, TF32 products are switched off, for the whole process."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("highest")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of the device's memory that may still be taken."""
+    if device.type == "cpu":
+        return available_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def need_room_for_weights(weights_bytes: int, device: torch.device) -> None:
+    """Raise ConfigError if a model that is in the CPU's memory does not fit into the device's."""
+    if device.type != "cpu" and weights_bytes > (free := free_bytes(device)):
+        raise ConfigError(
+            f"the weights need {format_size(weights_bytes)} in float32, and {format_size(free)} of the GPU's memory "
+            "are free; take a smaller model, free GPU memory, or use device='cpu'"
+        )
+
+
+def _needs_cpu(config: EngineConfig) -> str | None:
+    """Which option of `config` works on the CPU only, and what to do; None if there is none."""
+    if config.attention == "native":
+        return "attention='native' runs on the CPU only; use attention='auto' or 'portable', or device='cpu'"
+    if config.deterministic:
+        return "deterministic mode is proven on the CPU only; use device='cpu', or leave deterministic off"
+    return None
+
+
+def _missing_gpu() -> str | None:
+    """Why torch sees no GPU, and what to do; None if it sees one."""
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None and torch.version.hip is None:
+        return (
+            f"this torch ({torch.__version__}) was built without CUDA; install one with CUDA (the selector on "
+            "pytorch.org gives the command), or use device='cpu'"
+        )
+    return (
+        "torch was built with CUDA, but finds no GPU; see whether nvidia-smi lists one, whether CUDA_VISIBLE_DEVICES "
+        "hides it and whether the container may use it (docker run --gpus all), or use device='cpu'"
+    )
+
+
+def _unusable_gpu() -> str | None:
+    """Why the GPU that torch sees cannot compute, and what to do; None if it can."""
+    try:
+        device = _current_gpu()
+        if float(torch.ones(2, device=device).sum()) == 2.0:
+            return None
+        problem = "1 + 1 is not 2 on it"
+    except RuntimeError as error:  # too old or too new for this torch, out of memory, reserved by someone else
+        problem = str(error).strip().partition("\n")[0]
+    return f"the GPU does not compute ({problem}); install a torch that supports it, free it, or use device='cpu'"
+
+
+def _current_gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
