@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 VOCABULARY = ("harbour", "ledger", "orchard", "signal", "timber", "copper", "valley", "engine", "mirror", "winter")
 QUESTIONS = ("What is it about?", "Which place comes first?", "What follows from it?", "Who would disagree?")
+REPORT = Path(__file__).parents[1] / "demo" / "report.md"
 Row = dict[str, Any]
 
 
@@ -52,7 +53,10 @@ def docqa(options: argparse.Namespace) -> list[Row]:
 
 
 def again(options: argparse.Namespace) -> list[Row]:
-    return one_by_one(options, [[message("user", text(options.seed, options.doc_words))]] * 5)
+    """A text that makes sense: random words can be answered by special tokens, which have no text to be timed."""
+    words = REPORT.read_text(encoding="utf-8").split()[: options.doc_words]
+    prompt = f"Copy {options.seed}. {' '.join(words)}\n\nWhat is this report about?"
+    return one_by_one(options, [[message("user", prompt)]] * 5)
 
 
 def multiturn(options: argparse.Namespace) -> list[Row]:

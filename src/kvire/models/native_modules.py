@@ -20,11 +20,12 @@ from transformers.activations import ACT2FN
 
 from kvire.attention.cpu import native_module
 
-# Measured up to here: 1.1 to 1.8 times as fast as torch at 16 rows of SmolLM2's shapes, at 24 not always faster.
-MAX_NATIVE_ROWS = 16
+# All linears of SmolLM2, 2 cores, native / oneDNN / MKL, which torch takes: 46 / 58 / 89 ms for 16 rows, 67 / 73 / 109
+# for 24, 87 / 79 / 141 for 32, 131 / 116 / 154 for 64.
+MAX_NATIVE_ROWS = 24
 
-# From here on oneDNN's product pays for its setup, 0.5 ms at the first use of a shape.
-MIN_ONEDNN_ROWS = 64
+# oneDNN pays 0.5 ms at the first use of a shape; there are few below a hundred rows, and above it does not matter.
+MIN_ONEDNN_ROWS = MAX_NATIVE_ROWS + 1
 
 RMS_NORM = """
 def forward(self, hidden_states):
