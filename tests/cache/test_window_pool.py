@@ -132,9 +132,9 @@ def test_extending_is_all_or_nothing_and_keeps_room_for_a_window() -> None:
     other = grouped.empty_lease()
     assert grouped.try_extend(other, B, now=B)
     assert not grouped.try_extend(lease, 5 * B, now=0), "a window of four blocks would not fit any more"
-    assert not grouped.try_extend(lease, 3 * B, now=0, spare=1)
+    assert not grouped.try_extend(lease, 3 * B, now=0, spare=[1, 1])
     assert grouped.try_extend(lease, 3 * B, now=0)
     assert [len(part) for part in lease.leases] == [3, 0]
     for one in (lease, other):
         one.release()
-    assert grouped.num_free == 4
+    assert [pool.num_free for pool in grouped.pools] == [8, 4]

@@ -84,7 +84,7 @@ def fake_engine(path: Path, **options: Any) -> Engine:
         patch.object(build, "load", lambda *_, **__: loaded),
         patch.object(build, "choose_device", lambda _: gpu),
         patch.object(build, "free_bytes", lambda _: 1 << 30),
-        patch.object(build, "need_room_for_weights", lambda *_: None),
+        patch.object(build, "device_with_room", lambda *_: gpu),
         mode,
     ):
         engine, _ = build.build_engine(str(path), EngineConfig(**options))

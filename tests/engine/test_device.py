@@ -23,7 +23,7 @@ from kvire.core.config import EngineConfig
 from kvire.core.errors import ConfigError
 from kvire.engine import device
 from kvire.engine.build import build_engine
-from kvire.engine.device import choose_device, free_bytes, need_room_for_weights, prepare
+from kvire.engine.device import choose_device, device_with_room, free_bytes, prepare
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -103,10 +103,12 @@ def test_free_memory_of_a_gpu_counts_what_torch_keeps_for_reuse(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
     assert free_bytes(CUDA) == 130
-    need_room_for_weights(130, CUDA)
-    with pytest.raises(ConfigError, match=r"131 B .* 130 B of the GPU's memory"):
-        need_room_for_weights(131, CUDA)
-    need_room_for_weights(131, CPU)  # already there
+    insisting, auto = EngineConfig(device="cuda"), EngineConfig()
+    assert device_with_room(130, CUDA, insisting) == CUDA
+    with pytest.raises(ConfigError, match=r"131 B .* the GPU has 130 B free"):
+        device_with_room(131, CUDA, insisting)
+    assert device_with_room(131, CUDA, auto) == CPU
+    assert device_with_room(131, CPU, insisting) == CPU  # already there
 
 
 def test_tf32_is_switched_off_for_a_gpu_only() -> None:

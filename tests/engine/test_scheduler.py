@@ -4,6 +4,7 @@ import pytest
 from harness.engines import BLOCK, ask, drive, oracle, request, scripted_engine, tiny_engine, words
 
 from kvire.core.errors import GenerationError, QueueFullError, RequestError
+from kvire.core.keys import block_keys
 from kvire.core.report import MissReason
 from kvire.engine import sampler
 from kvire.engine.client import EngineClient
@@ -122,6 +123,50 @@ def test_a_hit_may_end_anywhere() -> None:
         assert answer.token_ids == oracle(ids, max_tokens=2).token_ids
 
 
+@pytest.mark.parametrize("length", [B - 4, B, 2 * B + 5, 3 * B])
+def test_a_prompt_is_found_behind_however_many_others_that_begin_like_it(length: int) -> None:
+    engine = tiny_engine(num_blocks=512)
+    shared = words(1, min(length // 2, 2 * B))
+    prompt = shared + words(2, length - len(shared))
+    ask(engine, prompt, max_tokens=1)
+    for i in range(80):
+        ask(engine, [*shared, i, *words(100 + i, length - len(shared))], max_tokens=1)
+    report = ask(engine, prompt, max_tokens=1).cache
+    assert (report.miss, report.reused_tokens) == (MissReason.COMPLETE, length - 1)
+
+
+@pytest.mark.parametrize("length", [B - 4, B, 2 * B + 5])
+def test_short_prompts_that_had_to_make_room_are_told_from_unknown_ones(length: int) -> None:
+    engine = tiny_engine(num_blocks=16)
+    ask(engine, words(1, length), max_tokens=1)
+    ask(engine, words(2, 15 * B), max_tokens=B)
+    assert ask(engine, words(1, length), max_tokens=1).cache.miss == MissReason.EVICTED
+
+
+def test_twins_do_not_turn_the_order_of_eviction_round() -> None:
+    """A prompt that is scored computes every block again; what is remembered stays younger than what follows it."""
+    engine = tiny_engine(num_blocks=64)
+    prompt = words(1, 20 * B)
+    ask(engine, prompt, max_tokens=1)
+    ask(engine, prompt, max_tokens=1, prompt_logprobs=0)
+    pool = engine.pool.pools[0]
+    order = [block.key for block in pool._remembered.values()]
+    keys = [key for key in block_keys(engine.root, prompt, B) if key in order]
+    assert len(keys) == 20 and sorted(keys, key=order.index) == keys[::-1]
+
+
+def test_nobody_waits_for_a_prompt_that_is_scored() -> None:
+    """64 tokens a step: those who share its prefix are faster alone."""
+    engine = tiny_engine(max_num_seqs=4)
+    scored, plain = request(words(1, 30 * B), prompt_logprobs=0), request([*words(1, 29 * B), 1, 2], max_tokens=1)
+    order = []
+    for one in (scored, plain):
+        engine.submit(one)
+    while engine.has_work:
+        order += [output.request_id for output in engine.step() if output.cache is not None]
+    assert order[0] == plain.request_id
+
+
 def test_a_partial_hit_survives_the_eviction_of_its_source() -> None:
     """The block that is copied is the first to be evicted for the sequence that copies it."""
     prompt = words(1, B - 3)
@@ -149,6 +194,25 @@ def test_preempted_sequences_find_what_they_had_computed() -> None:
     report = answers[new.request_id, 0].cache
     assert report.preemptions == 1 and report.recomputed_tokens == 0
     assert answers[new.request_id, 0].token_ids == oracle(words(2, 5 * B + 3), max_tokens=4).token_ids
+
+
+def test_what_others_computed_while_a_prompt_was_preempted_counts_as_reused() -> None:
+    prompt = words(1, 4 * B + 5)
+    engine = tiny_engine(max_batch_tokens=B + 3, max_num_seqs=4)
+    late = request(prompt, max_tokens=3)
+    engine.submit(late)
+    engine.step()
+    victim = engine.scheduler.running[0]
+    engine.scheduler.preempt(victim)
+    engine.scheduler.waiting.remove(victim)  # somebody else comes first
+    other = request(prompt[:-2], max_tokens=2)
+    answers = drive(engine, [other], exact=False, check=False)
+    run_before = engine.stats.forward_tokens
+    engine.scheduler.add(victim)
+    report = drive(engine, [], exact=False)[late.request_id, 0].cache
+    assert answers[other.request_id, 0].cache.computed_tokens == 3 * B
+    assert report.computed_tokens + report.recomputed_tokens == B + 3 + 2, "its first step, and what the other lacked"
+    assert engine.stats.forward_tokens - run_before == 2 + 2
 
 
 @pytest.mark.parametrize("kv_cache", ["contiguous", "off"])

@@ -84,6 +84,24 @@ def test_a_prompt_hits_wherever_it_parts_from_a_remembered_one(family: str) -> N
         assert answer.token_ids == alone(family, ids).token_ids
 
 
+def test_a_long_prompt_does_not_cost_others_their_windows() -> None:
+    """What it gives back on its way is evicted before the windows at the ends of prompts."""
+    engine = window_engine("gemma3_text", 256, 20, max_batch_tokens=4 * B)
+    prompt = words(7, 6 * B + 3)
+    ask(engine, prompt, max_tokens=1)
+    ask(engine, words(8, 40 * B), max_tokens=1)
+    assert ask(engine, prompt, max_tokens=1).cache.reused_tokens == len(prompt) - 1
+
+
+def test_prompts_wait_for_windows_instead_of_taking_them_from_each_other() -> None:
+    engine = window_engine("mistral", 14, max_batch_tokens=2 * B, max_num_seqs=16, max_model_len=64 * B)
+    requests = [request(words(i, 12 * B), max_tokens=8) for i in range(12)]
+    answers = drive(engine, requests)
+    assert engine.scheduler.preemptions <= 2
+    for one in requests[::4]:
+        assert answers[one.request_id, 0].token_ids == alone("mistral", list(one.token_ids), max_tokens=8).token_ids
+
+
 def test_other_traffic_that_evicts_windows_shortens_hits_but_changes_nothing() -> None:
     """A full group may remember more than the window group: the hit ends where both can go on."""
     engine = window_engine("gemma3_text", 256, 16, max_batch_tokens=4 * B)
@@ -150,6 +168,10 @@ def test_plans_of_small_pools_and_of_windows_alone() -> None:
     assert plan.max_model_len == plan.num_blocks[0] * 32 < 32768
     only = KVSpec((KVGroup(LayerKind.SLIDING, (0,), 1, 64, 64, window=64),), "float32", 32)
     assert MemoryPlan.measure(EngineConfig(kv_memory=2**24), only, 4096, 2**33).num_blocks == (1024,)
+    small = EngineConfig(kv_memory=only.block_bytes(0) * 400, max_num_seqs=16, max_batch_tokens=64)
+    assert MemoryPlan.measure(small, only, 100_000, 2**33).max_model_len == 100_000, (
+        "it holds its window, whatever it reads"
+    )
     with pytest.raises(ConfigError, match="holds 32 tokens, but 4096 need"):
         MemoryPlan.measure(EngineConfig(kv_memory=only.block_bytes(0)), only, 4096, 2**33)
     with pytest.raises(ConfigError, match="are free"):

@@ -71,7 +71,8 @@ def soak_cancelled(count: int = CANCELLED) -> None:
         assert min(done.values()) > count / 10, done
         assert client.in_flight == 0 and not engine._sequences and not engine._seeds
         assert not engine.scheduler._computing
-        assert (threading.active_count(), open_files()) == (threads, files)
+        assert threading.active_count() <= threads, "those of other tests may have ended meanwhile"
+        assert open_files() <= files
     engine.pool.check()
 
 
@@ -102,7 +103,8 @@ def soak_short_requests(count: int = SHORT_REQUESTS, warm_up: int = WARM_UP) -> 
             if sent >= warm_up and sent // AT_ONCE % (EVERY // AT_ONCE) == 0:
                 gc.collect()
                 samples.append((sent, rss_bytes()))
-        assert (threading.active_count(), open_files()) == (threads, files)
+        assert threading.active_count() <= threads, "those of other tests may have ended meanwhile"
+        assert open_files() <= files
         assert client.in_flight == 0
     stats = engine.stats
     assert stats.device_tokens + stats.computed_tokens == stats.prompt_tokens and stats.device_tokens > 0

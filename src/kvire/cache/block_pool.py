@@ -16,10 +16,11 @@ its parent, and copied rather than shared.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import TracebackType
 from typing import Self
 
-from kvire.core.keys import BlockKey
+from kvire.core.keys import BlockKey, block_key
 
 # How many children of a block `closest` compares; the newest ones are the likeliest relatives.
 COMPARED_CHILDREN = 64
@@ -64,12 +65,15 @@ class Lease:
         return [block.id if block else 0 for block in self.blocks]
 
     def give_back(self, count: int) -> None:
-        """Release the first `count` blocks, as far as they are still held; the others keep their places."""
+        """Release the first `count` blocks, as far as they are still held; the others keep their places.
+
+        If they are remembered, it is as the first to be evicted: few prompts end in the middle of another.
+        """
         for index in range(min(count, len(self.blocks)) - 1, -1, -1):
             if (block := self.blocks[index]) is None:
                 break  # so are all before it
             self.blocks[index] = None
-            self._pool._unref(block)
+            self._pool._unref(block, evict_first=True)
 
     def extend(self, other: "Lease") -> None:
         """Take over the blocks of `other`, which holds nothing afterwards."""
@@ -151,14 +155,17 @@ class BlockPool:
     def relatives(self, parent: BlockKey, token_ids: Sequence[int]) -> list[tuple[int, Block]]:
         """Blocks below `parent` that begin like `token_ids`, with the number of tokens shared, most first.
 
-        Looks at the COMPARED_CHILDREN newest. Changes nothing.
+        Knows those that hold all of `token_ids`, or end within them, however many there are; of the others it
+        looks at the COMPARED_CHILDREN newest. Changes nothing.
         """
-        found = []
-        for key in list(reversed(self._children.get(parent, {})))[:COMPARED_CHILDREN]:
-            block = self._index[key]
-            if shared := _common_prefix(block.token_ids, token_ids):
-                found.append((shared, block))
-        return sorted(found, key=lambda pair: -pair[0])
+        children = self._children.get(parent)
+        if not children:
+            return []
+        exact = [block_key(parent, token_ids[:count]) for count in range(len(token_ids), 0, -1)]
+        newest = islice(reversed(children), COMPARED_CHILDREN)
+        blocks = [self._index[key] for key in dict.fromkeys([*(key for key in exact if key in children), *newest])]
+        found = [(_common_prefix(block.token_ids, token_ids), block) for block in blocks]
+        return sorted((pair for pair in found if pair[0]), key=lambda pair: -pair[0])
 
     def find(self, key: BlockKey, like: Block) -> Block | None:
         """The block under `key`, if it has the parent and tokens of `like`, a block of another group's pool."""
@@ -171,6 +178,12 @@ class BlockPool:
         """`block` was used: of the remembered ones, evict it last."""
         if block.id in self._remembered:
             self._remembered.move_to_end(block.id)
+
+    def touch_chain(self, keys: Sequence[BlockKey]) -> None:
+        """A sequence with these blocks, or twins of them, is done: its last block goes first, as in a release."""
+        for key in reversed(keys):
+            if (block := self._index.get(key)) is not None:
+                self.touch(block)
 
     def try_allocate(self, count: int) -> Lease | None:
         """`count` blocks with unknown content, or None and no change if so many are not free."""
@@ -198,12 +211,10 @@ class BlockPool:
             if twin.parent != parent or twin.token_ids != tuple(token_ids):
                 self.stats.collisions += 1
                 return False
-            self.touch(twin)
             return True
         if not self._can_follow(parent, root):
             return False
-        if len(token_ids) < self.block_size and (longer := self._longer(parent, token_ids)):
-            self.touch(longer)
+        if len(token_ids) < self.block_size and self._longer(parent, token_ids):
             return True
         self._drop_shorter_tails(parent, token_ids)
         block.key, block.parent, block.token_ids = key, parent, tuple(token_ids)
@@ -221,10 +232,12 @@ class BlockPool:
 
     def _drop_shorter_tails(self, parent: BlockKey, token_ids: Sequence[int]) -> None:
         """A tail that a longer block continues has nothing of its own left."""
-        for shared, tail in self.relatives(parent, token_ids):
-            if shared == len(tail.token_ids) < self.block_size and tail.ref_count == 0:
-                assert tail.key is not None
-                self._unindex(tail.key)
+        children = self._children.get(parent)
+        for count in range(1, len(token_ids)) if children else ():
+            key = block_key(parent, token_ids[:count])
+            tail = self._index.get(key)
+            if tail is not None and tail.token_ids == tuple(token_ids[:count]) and tail.ref_count == 0:
+                self._unindex(key)
 
     def fork(self, lease: Lease) -> Lease:
         """A second owner of the same blocks; whoever writes into one of them copies it first."""
@@ -300,7 +313,7 @@ class BlockPool:
             del self._remembered[block.id]
         block.ref_count += 1
 
-    def _unref(self, block: Block) -> None:
+    def _unref(self, block: Block, *, evict_first: bool = False) -> None:
         assert block.ref_count > 0, "released more often than leased"
         block.ref_count -= 1
         if block.ref_count == 0:
@@ -308,12 +321,14 @@ class BlockPool:
                 self._blank.append(block)
             else:
                 self._remembered[block.id] = block
+                if evict_first:
+                    self._remembered.move_to_end(block.id, last=False)
 
     def _evict(self) -> Block:
         """Forget the leaf unused for longest and hand out its block.
 
-        A remembered parent can be older than its children: a sequence that computed the parent's
-        tokens once more holds a twin of it. Such a parent counts as used when it comes up here.
+        A remembered parent can be older than its children, if those were used alone. It counts as used
+        when it comes up here.
         """
         for _ in range(len(self._remembered)):
             block = next(iter(self._remembered.values()))

@@ -51,19 +51,24 @@ class GroupedPool:
         self._by_reach = sorted(self.pools, key=lambda pool: isinstance(pool, WindowPool))
 
     @property
+    def scarcest(self) -> BlockPool:
+        """The pool of the group with the smallest share of free blocks."""
+        return min(self.pools, key=lambda pool: pool.num_free / pool.num_blocks)
+
+    @property
     def num_blocks(self) -> int:
-        """Blocks of the group that has fewest."""
-        return min(pool.num_blocks for pool in self.pools)
+        """Blocks of the scarcest group."""
+        return self.scarcest.num_blocks
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated in every group."""
-        return min(pool.num_free for pool in self.pools)
+        """Blocks of the scarcest group that can be allocated."""
+        return self.scarcest.num_free
 
     @property
     def num_remembered(self) -> int:
-        """Free blocks whose KV can still be hit, in the group that has fewest."""
-        return min(pool.num_remembered for pool in self.pools)
+        """Free blocks of the scarcest group whose KV can still be hit."""
+        return self.scarcest.num_remembered
 
     @property
     def stats(self) -> PoolStats:
@@ -96,10 +101,11 @@ class GroupedPool:
         """
         count = self.match_length(root, keys, token_ids)
         lease = GroupedLease([pool.match(root, keys[:count], token_ids) for pool in self.pools])
+        if partial_tokens <= 0:
+            return Hit(lease, count)
         at = count * self.block_size
-        ids = token_ids[at : at + min(partial_tokens, self.block_size)]
-        shared, sources = self._relative(keys[count - 1] if count else root, ids)
-        return Hit(lease, count, shared, sources)
+        shared, sources = self._relative(keys[count - 1] if count else root, token_ids[at : at + self.block_size])
+        return Hit(lease, count, min(shared, partial_tokens), sources)
 
     def reach(self, root: BlockKey, keys: Sequence[BlockKey], token_ids: Sequence[int]) -> int:
         """Leading blocks that are remembered, if windows are left aside. Changes nothing."""
@@ -107,7 +113,7 @@ class GroupedPool:
 
     def _relative(self, parent: BlockKey, token_ids: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """The most tokens that a block below `parent` shares in every group, and its ids."""
-        for shared, block in self.pools[0].relatives(parent, token_ids) if token_ids else ():
+        for shared, block in self.pools[0].relatives(parent, token_ids):
             assert block.key is not None
             same = [pool.find(block.key, like=block) for pool in self.pools]
             blocks = [one for one in same if one is not None]
@@ -118,19 +124,19 @@ class GroupedPool:
             return shared, tuple(one.id for one in blocks)
         return 0, ()
 
-    def try_extend(self, lease: GroupedLease, num_tokens: int, *, now: int, spare: int = 0) -> bool:
+    def try_extend(self, lease: GroupedLease, num_tokens: int, *, now: int, spare: Sequence[int] | None = None) -> bool:
         """Let `lease` hold blocks for `num_tokens` tokens, of which `now` are computed next.
 
-        Window groups get blocks for those only, and keep room for a window. spare: blocks that are to stay free in
-        every group that gives any. False, and no change, if that cannot be had.
+        Window groups get blocks for those only, and keep room for a window. spare: per group, blocks that are to stay
+        free if it gives any. False, and no change, if that cannot be had.
         """
         counts = []
-        for pool, part in zip(self.pools, lease.leases, strict=True):
+        for g, (pool, part) in enumerate(zip(self.pools, lease.leases, strict=True)):
             count = room = self._blocks(num_tokens) - len(part)
             if isinstance(pool, WindowPool):
                 count = self._blocks(now) - len(part)
                 room = max(count, min(room, pool.span_blocks))
-            if room > 0 and room + spare > pool.num_free:
+            if room > 0 and room + (spare[g] if spare else 0) > pool.num_free:
                 return False
             counts.append(max(0, count))
         for pool, part, count in zip(self.pools, lease.leases, counts, strict=True):
@@ -138,6 +144,23 @@ class GroupedPool:
             assert more is not None
             part.extend(more)
         return True
+
+    def still_to_come(self, lease: GroupedLease, num_computed: int, num_tokens: int) -> list[int]:
+        """Per group, blocks that a sequence of `num_tokens` tokens will take before it gives any back, and one more."""
+        counts = []
+        for pool, part in zip(self.pools, lease.leases, strict=True):
+            count = 0
+            if isinstance(pool, WindowPool):
+                held = len(part) - pool.first_needed(num_computed)
+                count = min(self._blocks(num_tokens) - len(part), pool.span_blocks - held)
+            counts.append(max(0, count) + 1)
+        return counts
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """A sequence whose blocks have these keys is done (BlockPool.touch_chain)."""
+        for pool in self.pools:
+            first = pool.first_needed(len(keys) * self.block_size) if isinstance(pool, WindowPool) else 0
+            pool.touch_chain(keys[first:])
 
     def give_back(self, lease: GroupedLease, num_computed: int) -> None:
         """Release what no token from position `num_computed` on looks at."""

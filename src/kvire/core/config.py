@@ -52,6 +52,9 @@ class EngineConfig:
             )
         if self.kv_memory != "auto":
             parse_size(self.kv_memory, "kv_memory")
+        for name in ("prefix_cache", "deterministic"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name} is either True or False, got {value!r}")
         for name in ("block_size", "max_batch_tokens", "max_num_seqs", "max_queue"):
             _positive(name, getattr(self, name))
         if self.max_model_len is not None:

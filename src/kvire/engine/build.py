@@ -9,7 +9,7 @@ from kvire.cache.paged import PagedKV
 from kvire.core.config import EngineConfig
 from kvire.core.errors import ConfigError
 from kvire.core.spec import KVSpec
-from kvire.engine.device import choose_device, free_bytes, need_room_for_weights, prepare
+from kvire.engine.device import choose_device, device_with_room, free_bytes, prepare
 from kvire.engine.engine import Engine
 from kvire.engine.memory_plan import MemoryPlan
 from kvire.models.fingerprint import namespace
@@ -27,7 +27,7 @@ def build_engine(name: str, config: EngineConfig, progress: Progress | None = No
     device = choose_device(config)
     prepare(device)
     loaded = load(resolve(name, progress=progress), name=name, max_model_len=config.max_model_len, progress=progress)
-    need_room_for_weights(loaded.weights_bytes, device)
+    device = device_with_room(loaded.weights_bytes, device, config)
     loaded.model.to(device)
     spec = KVSpec(loaded.groups, config.kv_dtype, config.block_size)
     plan = MemoryPlan.measure(config, spec, loaded.max_positions, free_bytes(device))

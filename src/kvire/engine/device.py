@@ -47,13 +47,15 @@ def free_bytes(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def need_room_for_weights(weights_bytes: int, device: torch.device) -> None:
-    """Raise ConfigError if a model that is in the CPU's memory does not fit into the device's."""
-    if device.type != "cpu" and weights_bytes > (free := free_bytes(device)):
-        raise ConfigError(
-            f"the weights need {format_size(weights_bytes)} in float32, and {format_size(free)} of the GPU's memory "
-            "are free; take a smaller model, free GPU memory, or use device='cpu'"
-        )
+def device_with_room(weights_bytes: int, device: torch.device, config: EngineConfig) -> torch.device:
+    """`device` if the weights fit into its memory, else the CPU for device='auto'. Raises ConfigError for 'cuda'."""
+    if device.type == "cpu" or weights_bytes <= (free := free_bytes(device)):
+        return device
+    problem = f"the weights need {format_size(weights_bytes)} in float32, and the GPU has {format_size(free)} free"
+    if config.device == "auto":
+        log.warning("%s: the CPU is used", problem)
+        return CPU
+    raise ConfigError(f"{problem}; take a smaller model, free GPU memory, or use device='cpu'")
 
 
 def _needs_cpu(config: EngineConfig) -> str | None:

@@ -42,12 +42,15 @@ class MemoryPlan:
                 )
         blocks = _most_blocks(config, spec, pool_bytes, longest)
         capacity = blocks * spec.block_size
+        if _only_windows(config, spec) and blocks >= max(
+            _window_blocks(config, spec, group.window) for group in spec.groups if group.window is not None
+        ):
+            capacity = max(capacity, wanted_len)  # what a sequence holds does not grow with its length
         if capacity < min(wanted_len, 2 * spec.block_size) or (config.max_model_len and capacity < wanted_len):
             needed_bytes = _pool_bytes(spec, _per_group(config, spec, context_blocks))
             raise ConfigError(
                 f"kv_memory of {format_size(pool_bytes)} holds {capacity} tokens, but {wanted_len} need "
-                f"{format_size(needed_bytes)} ({format_size(spec.bytes_per_token)} a token in {spec.dtype}); give more "
-                "kv_memory, a smaller max_model_len, or kv_dtype='float16' or 'int8'"
+                f"{format_size(needed_bytes)}; give more kv_memory, or a smaller max_model_len{_smaller_dtypes(config)}"
             )
         num_blocks = _per_group(config, spec, blocks)
         return cls(num_blocks, min(wanted_len, capacity), _pool_bytes(spec, num_blocks))
@@ -71,12 +74,22 @@ def _per_group(config: EngineConfig, spec: KVSpec, blocks: int) -> tuple[int, ..
     A window group beside a full one gets what every running sequence can hold, twice: once more for windows that
     are remembered at the ends of prefixes. What it would have beyond that goes to the full group instead.
     """
-    if config.kv_cache != "paged" or all(group.window is not None for group in spec.groups):
+    if config.kv_cache != "paged" or _only_windows(config, spec):
         return (blocks,) * len(spec.groups)
     return tuple(
         blocks if group.window is None else min(blocks, _window_blocks(config, spec, group.window))
         for group in spec.groups
     )
+
+
+def _only_windows(config: EngineConfig, spec: KVSpec) -> bool:
+    return config.kv_cache == "paged" and all(group.window is not None for group in spec.groups)
+
+
+def _smaller_dtypes(config: EngineConfig) -> str:
+    """Advice, where there is any."""
+    smaller = {"float32": "'float16' or 'int8'", "float16": "'int8'", "bfloat16": "'int8'"}.get(config.kv_dtype)
+    return f", or kv_dtype={smaller}" if smaller and not config.deterministic else ""
 
 
 def _window_blocks(config: EngineConfig, spec: KVSpec, window: int) -> int:

@@ -27,6 +27,11 @@ class Chunk:
     count: int
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether logits of all its tokens are wanted, for the prompt's logprobs."""
+        return self.seq.scores_prompt
+
+    @property
     def completes(self) -> bool:
         """Whether the sequence's next token can be sampled after this chunk."""
         return self.count == self.seq.num_remaining
@@ -41,7 +46,7 @@ class Scheduler:
         self.max_num_seqs = config.max_num_seqs
         self.kv_cache = config.kv_cache
         self.prefix_cache = config.prefix_cache and config.kv_cache == "paged"
-        self.partial_hits = not config.deterministic  # whole blocks only: each is computed in one piece then
+        self.partial_hits = not config.deterministic
         self.max_model_len = max_model_len
         self.waiting: list[Sequence] = []  # both by order, oldest first
         self.running: list[Sequence] = []
@@ -72,12 +77,24 @@ class Scheduler:
         for seq in list(self.waiting):
             if len(self.running) >= self.max_num_seqs:
                 return
+            if seq.waits_for in self._computing:
+                continue
             reusable = self._reusable_keys(seq)
             matched = self.pool.match_length(seq.root, reusable, seq.token_ids)
-            if matched < len(reusable) and reusable[matched] in self._computing:
+            seq.waits_for = self._last_in_computation(reusable[matched:])
+            if seq.waits_for is not None:
                 continue
             if not self._start(seq, reusable, matched):
                 return
+
+    def _last_in_computation(self, keys: list[BlockKey]) -> BlockKey | None:
+        """The last of the leading keys that running sequences are about to publish; None if they publish none."""
+        last = None
+        for key in keys:
+            if key not in self._computing:
+                break
+            last = key
+        return last
 
     def _reuses(self, seq: Sequence) -> bool:
         """Whether the sequence may start from what is remembered; logprobs of prompt tokens need their logits."""
@@ -96,8 +113,8 @@ class Scheduler:
         computed = hit.full_blocks * self.pool.block_size + hit.partial_tokens
         if self.kv_cache == "contiguous":
             fits = self.pool.try_extend(hit.lease, self.max_model_len, now=self.max_model_len)
-        else:  # one block to spare per running sequence, or the next few tokens would preempt this one
-            fits = self.pool.try_extend(hit.lease, seq.num_tokens, now=computed, spare=len(self.running))
+        else:
+            fits = self.pool.try_extend(hit.lease, seq.num_tokens, now=computed, spare=self._promised())
         if not fits:
             hit.lease.release()
             return False
@@ -106,15 +123,24 @@ class Scheduler:
             self.copies += [(g, source, part.block_ids[hit.full_blocks]) for g, (source, part) in leases]
         if not seq.admitted:
             self._explain(seq, reusable, hit, computed)
+        else:  # preempted, and somebody else has computed more of its prompt since
+            seq.device_tokens += max(0, computed - seq.most_computed)
         seq.lease, seq.state, seq.admitted = hit.lease, State.RUNNING, True
         seq.num_computed, seq.num_published, seq.detached = computed, hit.full_blocks, False
         seq.most_computed = max(seq.most_computed, computed)  # lost before use, a hit is computed again
         self.waiting.remove(seq)
         insort(self.running, seq, key=_order)
-        if self.prefix_cache:
+        if self._reuses(seq):  # who scores a prompt is too slow to be waited for
             for key in seq.full_block_keys()[hit.full_blocks :]:
                 self._computing.setdefault(key, seq)
         return True
+
+    def _promised(self) -> list[int]:
+        """Blocks of each group that running sequences will take soon, or the next tokens would preempt the newest."""
+        needs = [
+            self.pool.still_to_come(seq.lease, seq.num_computed, seq.num_tokens) for seq in self.running if seq.lease
+        ]
+        return [sum(counts) for counts in zip(*needs, strict=True)] if needs else [0] * len(self.pool.pools)
 
     def _explain(self, seq: Sequence, reusable: list[BlockKey], hit: Hit, computed: int) -> None:
         """Note what was reused and why the rest was not (CacheReport)."""
@@ -124,12 +150,12 @@ class Scheduler:
             seq.miss = MissReason.OFF
         elif seq.params.prompt_logprobs is not None:
             seq.miss = MissReason.PROMPT_LOGPROBS
-        elif full < len(reusable) and self._was_evicted(seq, reusable, full):
-            seq.miss, seq.miss_token = MissReason.EVICTED, computed
         elif not reusable and (not self.partial_hits or seq.num_tokens == 1):
             seq.miss = MissReason.SHORTER_THAN_BLOCK
         elif computed == seq.num_tokens - 1 or (full == len(reusable) and not self.partial_hits):
             seq.miss = MissReason.COMPLETE
+        elif self._was_evicted(seq, reusable, full):
+            seq.miss, seq.miss_token = MissReason.EVICTED, computed
         else:
             parent = seq.keys[full - 1] if full else seq.root
             seq.miss_token = full * block_size + self.pool.closest(
@@ -142,7 +168,10 @@ class Scheduler:
 
     def _was_evicted(self, seq: Sequence, reusable: list[BlockKey], full: int) -> bool:
         """Whether the hit could have been longer than `full` blocks, had there been more room."""
-        return self.pool.was_evicted(reusable[full]) or self.pool.reach(seq.root, reusable, seq.token_ids) > full
+        if full < len(reusable):
+            return self.pool.was_evicted(reusable[full]) or self.pool.reach(seq.root, reusable, seq.token_ids) > full
+        parent, rest = seq.keys[full - 1] if full else seq.root, seq.block_tokens(full)
+        return any(self.pool.was_evicted(block_key(parent, rest[:count])) for count in range(len(rest), 0, -1))
 
     def schedule(self) -> list[Chunk]:
         """The next step's chunks: every decode, then prompts in chunks, under the token budget.
@@ -159,12 +188,11 @@ class Scheduler:
                 self.preempt(seq)
         budget, scored = self.max_batch_tokens - len(chunks), MAX_PROMPT_LOGPROB_TOKENS
         for seq in [seq for seq in self.running if seq.num_remaining > 1]:
-            scores_prompt = seq.params.prompt_logprobs is not None
-            count = min(seq.num_remaining, budget, scored if scores_prompt else budget)
+            count = min(seq.num_remaining, budget, scored if seq.scores_prompt else budget)
             if count > 0 and seq.state is State.RUNNING and self._make_room(seq, count):
                 chunks.append(Chunk(seq, count))
                 budget -= count
-                scored -= count if scores_prompt else 0
+                scored -= count if seq.scores_prompt else 0
         chunks = [chunk for chunk in chunks if chunk.seq.state is State.RUNNING]
         return sorted(chunks, key=lambda chunk: chunk.count != 1)
 
@@ -246,6 +274,7 @@ class Scheduler:
             self._publish(seq, index, block_key(seq.parent_of(index), tail), tail)
         seq.lease.release()
         seq.lease = None
+        self.pool.touch(seq.keys[: seq.num_published])
         for key in seq.keys[seq.num_published :]:
             if self._computing.get(key) is seq:
                 del self._computing[key]

@@ -43,6 +43,7 @@ class Sequence:
         self.keys: list[BlockKey] = []
         self.num_computed = 0
         self.num_published = 0
+        self.waits_for: BlockKey | None = None  # a block that another sequence is computing
         self.detached = False  # a block is not in the index, so none that follows may be
         self.most_computed = 0  # high-water mark: what is computed below it is computed again
         self.siblings: list[Sequence] = []
@@ -71,6 +72,11 @@ class Sequence:
     def num_remaining(self) -> int:
         """Tokens to compute before the next one can be sampled; 1 while decoding."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether logprobs of its prompt are still to be noted."""
+        return self.params.prompt_logprobs is not None and self.num_answer == 0
 
     @property
     def report(self) -> CacheReport:

@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -43,10 +44,9 @@ def serve(
         server = make_server(app, options)
         for line in welcome(options, listener, app.state.service.model_name):
             say(line)
-        try:
+        with suppress(KeyboardInterrupt):  # uvicorn has finished what was in flight and passes the signal on
             server.run(sockets=[listener])
-        except KeyboardInterrupt:  # uvicorn has finished what was in flight and passes the signal on
-            say("stopped")
+        say("stopped")
 
 
 def with_environment(options: ServerOptions, environment: Mapping[str, str]) -> ServerOptions:
