@@ -8,14 +8,12 @@ import ctypes
 import math
 import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness.backends import INNER_RUN, must_pass_on_a_plain_cpu
 from harness.sanitizer import only_readable
 from torch import Tensor
 
@@ -295,10 +293,6 @@ def test_a_layer_without_a_size_is_refused(name: str, wrong: int) -> None:
         native_module().PagedLayer(k=64, v=64, k_block_stride=64, v_block_stride=64, dtype=0, **sizes)
 
 
-@pytest.mark.skipif("KVIRE_ISA" in os.environ, reason="is the run inside")
+@INNER_RUN
 def test_all_of_this_holds_on_a_plain_cpu_and_without_openmp() -> None:
-    environment = {**os.environ, "KVIRE_ISA": "baseline", "KVIRE_OPENMP": "0"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", __file__]
-    root = Path(__file__).parents[2]
-    inner = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
-    assert inner.returncode == 0, inner.stdout[-3000:] + inner.stderr[-5000:]
+    must_pass_on_a_plain_cpu(__file__)

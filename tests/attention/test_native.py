@@ -2,15 +2,12 @@
 
 import gc
 import math
-import os
-import subprocess
-import sys
 import threading
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
+from harness.backends import INNER_RUN, must_pass_on_a_plain_cpu
 
 from attention.cases import LAYER, Shape, assert_reaches_every_answer, make_case, random_shape
 from kvire.attention.cpu import NativeAttention, native_available, native_module
@@ -287,14 +284,6 @@ def test_several_python_threads_at_once() -> None:
     assert not wrong
 
 
-@pytest.mark.skipif("KVIRE_ISA" in os.environ, reason="is the run inside")
+@INNER_RUN
 def test_all_of_this_holds_on_a_plain_cpu_and_without_openmp() -> None:
-    """The same tests in a process that may use neither AVX2 nor torch's threads."""
-    environment = {**os.environ, "KVIRE_ISA": "baseline", "KVIRE_OPENMP": "0"}
-    names = "import kvire._native as n; print(n.isa(), n.thread_runtime())"
-    told = subprocess.run([sys.executable, "-c", names], env=environment, capture_output=True, text=True, check=True)
-    assert told.stdout.split(maxsplit=1) in (["baseline", "own threads\n"], ["neon", "own threads\n"])
-    command = [sys.executable, "-m", "pytest", "-x", "-q", __file__]
-    root = Path(__file__).parents[2]
-    inner = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
-    assert inner.returncode == 0, inner.stdout[-3000:] + inner.stderr[-5000:]
+    must_pass_on_a_plain_cpu(__file__)

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from harness import mutants
+from harness.broken_builds import Mutant
 from server.serving import BLOCK, ScriptedModel, Served, running, text_of, tiny_engine, words
 
 from kvire.engine.client import EngineClient
@@ -106,7 +107,7 @@ def test_holds(replay: Callable[[Served], None]) -> None:
 
 
 @pytest.mark.parametrize(("replay", "mutant"), CASES, ids=lambda part: part.__name__)
-def test_notices_a_broken_build(replay: Callable, mutant: mutants.Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notices_a_broken_build(replay: Callable, mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises((AssertionError, TypeError)):
         serve_and(replay)

@@ -5,10 +5,10 @@ the HTTP interface, its other half is in tests/server.
 """
 
 import random
-from collections.abc import Callable
 
 import pytest
 from harness import kv_mutants, mutants
+from harness.broken_builds import Cases, Claim, Mutant, each_broken_build, each_claim, must_notice
 from harness.engines import (
     BLOCK,
     ask,
@@ -277,7 +277,7 @@ def s42_characters_split_over_tokens() -> None:
             assert part.text == bytes(script[:cut]).decode(errors="replace"), "equals the decoding of all ids"
 
 
-CASES: list[tuple[Callable[[], None], list[mutants.Mutant]]] = [
+CASES: Cases = [
     (s02_whole_prompt_cached, [mutants.whole_prompt_counts_as_hit, mutants.last_block_never_reused,
                                mutants.chain_broken_at_multiples, mutants.sequence_reports_nothing_reused]),
     (s10_hit_on_a_block_not_yet_computed, [mutants.published_when_allocated, kv_mutants.stale_blocks_after_abort]),
@@ -299,23 +299,15 @@ CASES: list[tuple[Callable[[], None], list[mutants.Mutant]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("replay", [case for case, _ in CASES], ids=lambda case: case.__name__)
-def test_holds(replay: Callable[[], None]) -> None:
-    replay()
+@each_claim(CASES)
+def test_holds(claim: Claim) -> None:
+    claim()
 
 
-@pytest.mark.parametrize(
-    ("replay", "mutant"),
-    [(case, mutant) for case, broken in CASES for mutant in broken],
-    ids=lambda part: part.__name__,
-)
+@each_broken_build(CASES)
 @pytest.mark.timeout(120)
-def test_notices_a_broken_build(
-    replay: Callable[[], None], mutant: mutants.Mutant, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutant(monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError, IndexError, pytest.fail.Exception)):
-        replay()
+def test_notices_a_broken_build(claim: Claim, mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    must_notice(claim, mutant, monkeypatch)
 
 
 def test_sensitivity() -> None:

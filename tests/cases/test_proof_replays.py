@@ -1,11 +1,12 @@
 """Further replays on the engine, as in test_engine_replays.py: block borders, sliding windows, hashes, drift."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from harness import kv_mutants as kv
 from harness import mutants
+from harness.broken_builds import Cases, Claim, Mutant, each_broken_build, each_claim, must_notice
 from harness.differential import poison
 from harness.engines import BLOCK, Answer, ask, drive, request, tiny_engine, words
 from harness.families import family_engine, family_oracle
@@ -153,7 +154,7 @@ def in_batches(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
     return found
 
 
-CASES: list[tuple[Callable[[], None], list[mutants.Mutant]]] = [
+CASES: Cases = [
     (s01_one_block_beside_strangers, [kv.block_tables_of_the_neighbour, kv.logits_of_the_neighbour,
                                       mutants.position_off_by_one, kv.wrong_slot_after_a_hit]),
     (s04_same_prompt_six_times_over_a_window, [kv.window_hit_needs_too_little, kv.window_gives_back_too_early]),
@@ -165,20 +166,12 @@ CASES: list[tuple[Callable[[], None], list[mutants.Mutant]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("replay", [case for case, _ in CASES], ids=lambda case: case.__name__)
-def test_holds(replay: Callable[[], None]) -> None:
-    replay()
+@each_claim(CASES)
+def test_holds(claim: Claim) -> None:
+    claim()
 
 
-@pytest.mark.parametrize(
-    ("replay", "mutant"),
-    [(case, mutant) for case, broken in CASES for mutant in broken],
-    ids=lambda part: part.__name__,
-)
+@each_broken_build(CASES)
 @pytest.mark.timeout(180)
-def test_notices_a_broken_build(
-    replay: Callable[[], None], mutant: mutants.Mutant, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutant(monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError, IndexError)):
-        replay()
+def test_notices_a_broken_build(claim: Claim, mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    must_notice(claim, mutant, monkeypatch)

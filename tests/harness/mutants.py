@@ -3,8 +3,6 @@
 A mutant patches one function of Kvire for the length of a test.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -18,8 +16,6 @@ from kvire.engine.detokenizer import Detokenizer
 from kvire.engine.engine import Engine
 from kvire.engine.scheduler import Scheduler
 from kvire.engine.sequence import Sequence
-
-Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
 def whole_prompt_counts_as_hit(patch: pytest.MonkeyPatch) -> None:

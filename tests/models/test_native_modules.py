@@ -1,15 +1,12 @@
 """Native forwards of a model's modules: torch's results, and a row's own whatever company it is in."""
 
-import os
-import subprocess
-import sys
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from harness.backends import INNER_RUN, must_pass_on_a_plain_cpu
 from torch import nn
 
 from kvire.attention.cpu import native_available
@@ -167,10 +164,6 @@ def test_without_onednn_everything_still_works(monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(swapped(mlp)(x), expected)
 
 
-@pytest.mark.skipif("KVIRE_ISA" in os.environ, reason="is the run inside")
+@INNER_RUN
 def test_all_of_this_holds_on_a_plain_cpu_and_without_openmp() -> None:
-    environment = {**os.environ, "KVIRE_ISA": "baseline", "KVIRE_OPENMP": "0"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", __file__]
-    root = Path(__file__).parents[2]
-    inner = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
-    assert inner.returncode == 0, inner.stdout[-3000:] + inner.stderr[-5000:]
+    must_pass_on_a_plain_cpu(__file__)

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvire.attention.blockwise import BlockwiseAttention
 from kvire.attention.params import AttentionParams
 from kvire.attention.reference import Expand, PortableAttention, StepPlan
+from kvire.cache.batch import Batch
 from kvire.cache.paged import PagedKV
 from kvire.core.errors import ConfigError
 
@@ -198,17 +199,18 @@ class DeterministicNativeAttention(NativeAttention):
         super().__init__()
         self._blockwise = BlockwiseAttention()
 
+    def plan(self, paged: PagedKV, batch: Batch) -> StepPlan:
+        """As PortableAttention.plan; no row is a decode."""
+        plan = super().plan(paged, batch)
+        plan.num_decodes = 0
+        return plan
+
     def attend(
         self, plan: StepPlan, layer: int, query: Tensor, k: Tensor, v: Tensor, params: AttentionParams
     ) -> Tensor:
         """As PortableAttention.attend, for float32 on the CPU only."""
-        assert _is_cpu_float(query), "deterministic mode computes in float32"
-        assert query.shape[0] == k.shape[0] == v.shape[0] == plan.batch.cu_seqlens[-1], (query.shape, k.shape)
-        query = _rows(query)
-        out = query.new_empty(*query.shape[:2], v.shape[-1])
-        for sequence in range(len(plan.batch.context_lens)):
-            self._prefill(plan, layer, sequence, query, params, out)
-        return out
+        assert _is_cpu_float(query), "the portable path would compute other bits"
+        return super().attend(plan, layer, query, k, v, params)
 
     def attend_latent(
         self, plan: StepPlan, layer: int, query: Tensor, expand: Expand, params: AttentionParams

@@ -22,7 +22,7 @@ from typing import Self
 
 from kvire.core.keys import BlockKey, block_key
 
-# How many children of a block `closest` compares; the newest ones are the likeliest relatives.
+# How many children of a block `relatives` compares; the newest ones are the likeliest relatives.
 COMPARED_CHILDREN = 64
 # Evicted keys remembered per block of the pool, 32 bytes each, to tell "evicted" from "never stored".
 EVICTED_PER_BLOCK = 4

@@ -199,7 +199,7 @@ class Engine:
         if not bool(torch.isfinite(rows).all()):
             self._fail(seq, NOT_FINITE)
             return
-        if chunk.scores_prompt:
+        if seq.scores_prompt:
             self._note_prompt_logprobs(chunk, rows)
         recomputed = seq.recomputed_tokens
         self.scheduler.advance(chunk)

@@ -9,7 +9,7 @@ from kvire.engine.scheduler import Chunk
 
 def logits_rows(chunk: Chunk) -> int:
     """How many rows of logits a chunk needs: all for prompt logprobs, one if a token is sampled, else none."""
-    return chunk.count if chunk.scores_prompt else int(chunk.completes)
+    return chunk.count if chunk.seq.scores_prompt else int(chunk.completes)
 
 
 def build_batch(chunks: list[Chunk], block_size: int) -> Batch:

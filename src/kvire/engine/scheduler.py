@@ -27,11 +27,6 @@ class Chunk:
     count: int
 
     @property
-    def scores_prompt(self) -> bool:
-        """Whether logits of all its tokens are wanted, for the prompt's logprobs."""
-        return self.seq.scores_prompt
-
-    @property
     def completes(self) -> bool:
         """Whether the sequence's next token can be sampled after this chunk."""
         return self.count == self.seq.num_remaining
