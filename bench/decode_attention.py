@@ -65,7 +65,7 @@ def main() -> None:
         facts["threads_of"] = Path(native_module().thread_runtime()).name
         facts |= {"pool_mib": options.pool_mib, "block_size": BLOCK_SIZE}
         facts |= {"omp_wait_policy": os.environ["OMP_WAIT_POLICY"]}
-        options.json.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps({**facts, "rows": rows}) + "\n", encoding="utf-8")
 
 
 def make_pool(shape: tuple[int, int, int], dtype: str, size_bytes: int) -> PagedKV:

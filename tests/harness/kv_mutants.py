@@ -299,15 +299,13 @@ def window_hit_needs_the_whole_prefix(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WindowPool, "match_length", BlockPool.match_length)
 
 
-_kept: list[object] = []
-
-
 def logits_are_kept(patch: pytest.MonkeyPatch) -> None:
     """Every token leaves its logits behind: a leak of one kibibyte a token."""
+    kept = []  # until the build is whole again
     next_token = Engine._next_token
 
     def broken(self, seq, logits):
-        _kept.append(torch.clone(logits))
+        kept.append(torch.clone(logits))
         next_token(self, seq, logits)
 
     patch.setattr(Engine, "_next_token", broken)
@@ -338,10 +336,11 @@ def a_thread_per_cancellation(patch: pytest.MonkeyPatch) -> None:
 
 def a_file_per_request(patch: pytest.MonkeyPatch) -> None:
     """Every request leaves a file open."""
+    kept = []  # until the build is whole again
     submit = EngineClient.submit
 
     def broken(self, request, route):
-        _kept.append(Path(os.devnull).open("rb"))  # noqa: SIM115
+        kept.append(Path(os.devnull).open("rb"))  # noqa: SIM115
         submit(self, request, route)
 
     patch.setattr(EngineClient, "submit", broken)
