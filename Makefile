@@ -23,7 +23,7 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(VENV)/bin/typos src tests docs bench demo tools README.md CHANGELOG.md CONTRIBUTING.md
+	$(VENV)/bin/typos src tests docs bench demo examples tools README.md CHANGELOG.md CONTRIBUTING.md
 
 # Beside the installed kernels, which stay what they are. detect_leaks: Python and torch keep memory until they exit.
 # libstdc++ goes along because the sanitizer looks for its __cxa_throw at start. pytest leaves stderr alone (sys), or

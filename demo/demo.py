@@ -1,14 +1,17 @@
 """The main job, on a real model: `make demo`.
 
 1. Three questions about a long report, cold and then warm: what is reused, and what that saves.
-2. Four clients in a pool that holds barely two of them: answers stay the same.
-3. A token's price with the cache off and on, as the text grows.
+2. The process is killed and started again: the same question, warm from disk.
+3. Four clients in a pool that holds barely two of them: answers stay the same.
+4. A token's price with the cache off and on, as the text grows.
 """
 
 import json
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 from plot import Series, draw_svg, draw_terminal, exponent
 from rich.console import Console
@@ -30,6 +33,7 @@ def main() -> None:
     with llm:
         warm_and_cold(llm)
         answers = alone(llm)
+    kill_and_restart()
     small_pool(answers)
     cache_off_and_on()
     console.print(f"\n[dim]The demo took {monotonic() - started:.0f} s.[/]")
@@ -47,7 +51,7 @@ def warm_and_cold(llm: LLM) -> None:
     script = json.loads((HERE / "questions.json").read_text(encoding="utf-8"))
     asked = [q for q in script["questions"] if q["demo"]]
     table = Table("question", "")
-    for name in ("prompt", "reused", "TTFT", "TPOT", "tok/s", "KV"):
+    for name in ("prompt", "reused", "from", "TTFT", "TPOT", "tok/s", "KV"):
         table.add_column(name, justify="right")
     cold: dict[str, Result] = {}
     for state in ("cold", "warm"):
@@ -82,11 +86,61 @@ def row(llm: LLM, question: str, state: str, result: Result) -> list[str]:
         state,
         str(usage.prompt_tokens),
         str(usage.cached_tokens),
+        tier(result.cache.as_dict()),
         f"{timing.ttft_s * 1e3:.0f} ms",
         f"{timing.tpot_s * 1e3:.0f} ms",
         f"{1 / timing.tpot_s:.1f}",
         format_size(kv_bytes),
     ]
+
+
+def tier(cache: dict) -> str:
+    """Where most of the reused tokens came from."""
+    sources = {name: cache[f"{name}_tokens"] for name in ("device", "memory", "disk", "remote")}
+    return max(sources, key=lambda name: sources[name]) if cache["reused_tokens"] else "-"
+
+
+def kill_and_restart() -> None:
+    console.rule("2. Killed, started again, and warm from disk")
+    report = (HERE / "report.md").read_text(encoding="utf-8")
+    script = json.loads((HERE / "questions.json").read_text(encoding="utf-8"))
+    question = next(q for q in script["questions"] if q["demo"])
+    table = Table("question", "")
+    for name in ("prompt", "reused", "from", "TTFT", "saved"):
+        table.add_column(name, justify="right")
+    lives = []
+    with tempfile.TemporaryDirectory(prefix="kvire-demo-") as folder:
+        messages = Path(folder) / "messages.json"
+        messages.write_text(json.dumps(conversation(script["system"], report, question["question"])), encoding="utf-8")
+        for state in ("first process", "killed, restarted"):
+            with console.status(f"{state}: loading, answering"):
+                life = one_life(folder, messages)
+            lives.append(life)
+            cache = life["cache"]
+            saved = f"{cache['saved_s']:.1f} s" if cache["reused_tokens"] else "-"
+            table.add_row(
+                question["question"], state, str(cache["prompt_tokens"]), str(cache["reused_tokens"]), tier(cache),
+                f"{life['ttft_s'] * 1e3:.0f} ms", saved,
+            )  # fmt: skip
+    console.print(table)
+    must(lives[0]["cache"]["reused_tokens"] == 0, "the first process knows nothing")
+    must(lives[1]["cache"]["disk_tokens"] > 0, "the second one finds what the first one left")
+    must(lives[0]["token_ids"] == lives[1]["token_ids"], "both answers are the same")
+    console.print(
+        "kill -9 a second after the answer; the next process found the report's KV on disk, sealed with AES-256-GCM."
+    )
+
+
+def one_life(folder: str, messages: Path) -> dict:
+    """What a process of its own answers; it is killed a second later, which is what writing in the background takes."""
+    command = [sys.executable, HERE / "one_life.py", folder, messages]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        sleep(1)
+        process.kill()
+    must(bool(line), "the process answers")
+    return json.loads(line)
 
 
 CLIENTS = (
@@ -109,7 +163,7 @@ def ask(llm: LLM, text: str) -> list[int]:
 
 
 def small_pool(answers: list[list[int]]) -> None:
-    console.rule("2. Four clients, a pool for barely two")
+    console.rule("3. Four clients, a pool for barely two")
     with console.status("four clients at once"), LLM("smollm2", kv_memory="14MiB", max_num_seqs=4) as llm:
         prompts = [llm.encode_chat([{"role": "user", "content": text}]) for text in CLIENTS]
         results = llm.generate([list(p) for p in prompts], max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True)
@@ -125,7 +179,7 @@ def small_pool(answers: list[list[int]]) -> None:
 
 
 def cache_off_and_on() -> None:
-    console.rule("3. What one more token costs, with the cache off and on")
+    console.rule("4. What one more token costs, with the cache off and on")
     off, on = [], []
     with console.status("measuring") as status, LLM("smollm2", kv_memory="256MiB") as llm:
         ids = list(llm.encode((HERE / "report.md").read_text(encoding="utf-8"))) * 2

@@ -4,6 +4,7 @@
 import kvire  # noqa: F401  (before torch: it sets how OpenMP threads wait)
 
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 import torch
@@ -21,6 +22,17 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores and keys that a test does not name are its own, and never the user's."""
+    folder = tmp_path_factory.getbasetemp() / "own" / str(next(_tests))
+    monkeypatch.setenv("KVIRE_STORE", str(folder / "store"))
+    monkeypatch.setenv("KVIRE_KEY_FILE", str(folder / "keys" / "keyring.json"))
+
+
+_tests = count()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,19 +9,23 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, overload
 
-from kvire.core.config import EngineConfig
-from kvire.core.errors import KvireError, QueueFullError, RequestError
+from kvire.core.config import EngineConfig, StoreConfig
+from kvire.core.errors import ConfigError, KvireError, QueueFullError, RequestError
 from kvire.engine.build import build_engine
 from kvire.engine.client import EngineClient
 from kvire.engine.request import Output, Request, SamplingParams
 from kvire.engine.result import Collector, Result
-from kvire.models.chat import encode_chat
+from kvire.models.chat import ChatPrompt, continue_chat, encode_chat
 from kvire.models.progress import Progress
+from kvire.store.session_file import Session
+from kvire.store.sessions import Sessions, open_sessions
+from kvire.store.tiered import TieredStore
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
@@ -33,11 +37,28 @@ _PARAMS = tuple(f.name for f in fields(SamplingParams))
 class _Model:
     """What the synchronous and the asynchronous API share: a loaded model and its engine."""
 
-    def __init__(self, model: str, *, progress: Progress | None = None, **options: Any) -> None:
-        """model: directory, hub id, .gguf file or embedded name; options: fields of EngineConfig."""
+    def __init__(
+        self,
+        model: str,
+        *,
+        progress: Progress | None = None,
+        store: str | Path | StoreConfig | TieredStore | None = None,
+        **options: Any,
+    ) -> None:
+        """model: directory, hub id, .gguf file or embedded name; options: fields of EngineConfig.
+
+        store: a folder that keeps blocks for the next start, more of StoreConfig, or an open store; nothing is kept
+        without.
+        """
         config = EngineConfig.from_options(options)
-        engine, self.loaded = build_engine(model, config, progress)
+        if isinstance(store, (str, Path)):
+            store = StoreConfig(path=Path(store))
+        engine, self.loaded = build_engine(model, config, progress, store)
         self.client = EngineClient(engine).start()
+        self.sessions = None
+        if isinstance(store, StoreConfig) and engine.link is not None:
+            disk = engine.link.store.stats().levels.get("disk")
+            self.sessions = open_sessions(store, disk.tier.limit_bytes if disk else None)
 
     @property
     def engine(self) -> Any:
@@ -68,6 +89,10 @@ class _Model:
         """Token ids of a conversation, as the model's chat template writes it, up to where the answer begins."""
         return encode_chat(self.tokenizer, messages, tools)
 
+    def continue_chat(self, messages: list[Message], known: Sequence[int]) -> ChatPrompt:
+        """The same, beginning with the ids of the last prompt and answer where the history still says what they say."""
+        return continue_chat(self.tokenizer, messages, known)
+
     def params(self, **params: Any) -> SamplingParams:
         """Sampling parameters by name; raises RequestError for an unknown one or a wrong value."""
         unknown = sorted(set(params) - set(_PARAMS))
@@ -77,12 +102,14 @@ class _Model:
             params["logit_bias"] = dict(params["logit_bias"])  # the caller may go on changing theirs
         return SamplingParams(**params)
 
-    def request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """A record for the engine, with an id of its own."""
-        return Request(f"req-{next(_ids)}", self.encode(prompt), params)
+    def request(self, prompt: Prompt, params: SamplingParams, **more: Any) -> Request:
+        """A record for the engine, with an id of its own. more: tenant, cache_salt, store (see Request)."""
+        return Request(f"req-{next(_ids)}", self.encode(prompt), params, **more)
 
     def clear_cache(self) -> None:
-        """Forget every remembered prefix: the next prompt is computed from its first token."""
+        """Forget every prefix that the pool remembers. What a store has is still there, and found: its own
+        clear() removes that.
+        """
         self.client.clear()
 
     def close(self) -> None:
@@ -118,6 +145,12 @@ class LLM(_Model):
         """Outputs as they come; leaving the loop early cancels the request."""
         return self.client.stream(self.request(prompt, self.params(**params)))
 
+    def session(self, name: str) -> "ChatSession":
+        """A chat that goes on after a restart. Needs a store with a folder; raises StoreError if it cannot be read."""
+        if self.sessions is None:
+            raise ConfigError("a session is kept in a store on this machine's disk: give LLM a folder, store=DIR")
+        return ChatSession(self, self.sessions, name)
+
     def _collect(self, requests: list[Request]) -> list[Result]:
         """Run requests together, never more of them at once than the engine's queue takes."""
         for request in requests:
@@ -144,6 +177,61 @@ class LLM(_Model):
             for request in requests:
                 self.client.abort(request.request_id)
         return [collector.result() for collector in collectors.values()]
+
+
+class ChatSession:
+    """A chat whose history is kept in the store, sealed, until it is deleted or its tenant forgotten.
+
+    sessions: where it is kept. tokens_lost: of the last prompt, how many tokens of the session it does not begin with
+    (models/chat.py).
+    """
+
+    def __init__(self, llm: LLM, sessions: Sessions, name: str) -> None:
+        self.sessions = sessions
+        self.tokens_lost = 0
+        self._llm = llm
+        self._session = sessions.load("", name) or Session(name)
+
+    @property
+    def name(self) -> str:
+        """What it is resumed by."""
+        return self._session.name
+
+    @property
+    def messages(self) -> list[Message]:
+        """What was said, oldest first."""
+        return list(self._session.messages)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """What the model read and wrote last; empty if that was another model."""
+        return self._session.known_ids(self._llm.engine.namespace.weights)
+
+    def say(self, text: str, **params: Any) -> Result:
+        """Answer the next message and keep both; params are fields of SamplingParams.
+
+        Raises StoreError if the answer cannot be kept: somebody else continued the session, or it finds no room.
+        """
+        if params.get("n", 1) != 1:
+            raise RequestError("a session goes on with one answer: leave out n")
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = self._llm.continue_chat(messages, self.token_ids)
+        result = self._llm.generate(prompt.token_ids, **params)
+        self.tokens_lost = prompt.tokens_lost
+        answer = {"role": "assistant", "content": result.text}
+        self.keep([*messages, answer], [*prompt.token_ids, *result.token_ids])
+        return result
+
+    def keep(self, messages: Sequence[Message], token_ids: Sequence[int]) -> None:
+        """Replace what is kept: the whole history, and the ids of the last prompt and answer. Raises StoreError."""
+        model = self._llm.engine.namespace.weights
+        changed = replace(self._session, messages=tuple(messages), token_ids=tuple(token_ids), model=model)
+        self._session = self.sessions.save("", changed)
+
+    def delete(self) -> None:
+        """Remove it from the store; what is said next begins a new one of the same name. Raises StoreError."""
+        self.sessions.delete("", self.name)
+        self._session = Session(self.name)
 
 
 class AsyncLLM(_Model):

@@ -128,7 +128,7 @@ def test_chat_streams_and_says_what_was_reused(kvire, tiny: str) -> None:
     lines = [line for line in done.stderr.splitlines() if line.startswith("context")]
     assert len(lines) == 3
     assert "reused 0 of" in lines[0]
-    assert "reused 48 of" in lines[1]
+    assert "reused 51 of" in lines[1]
     assert "this chat" in done.stderr
     assert "fresh chat" in done.stderr
     assert "no command /nonsense" in done.stderr

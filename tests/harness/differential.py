@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from harness.engines import BLOCK, Answer, drive, request, tiny_engine
+from harness.engines import BLOCK, Answer, drive, request, settle, tiny_engine
 from harness.traffic import Shape, Traffic
 from harness.verdict import Oracle, as_far_as, exactly, nearly
 from kvire.attention.cpu import best_attention, native_available
@@ -23,6 +23,7 @@ from kvire.core.config import EngineConfig
 from kvire.engine.build import build_engine
 from kvire.engine.engine import Engine
 from kvire.engine.request import Failure, Request
+from kvire.store.tiered import TieredStore
 
 BLOCK_ERROR = 1e-3  # fast mode: largest difference of a number in a block, relative to the block's largest
 CANCELLED = 0.25  # share of requests that are cancelled, in episodes that cancel
@@ -44,10 +45,10 @@ def _tiny(num_blocks: int, *, attention: str = "portable", **options: Any) -> En
     return tiny_engine(num_blocks, backend=backend, **options)
 
 
-def smollm2_engine(num_blocks: int, **options: Any) -> Engine:
+def smollm2_engine(num_blocks: int, *, store: TieredStore | None = None, **options: Any) -> Engine:
     """SmolLM2-135M in float32 over blocks of 16 tokens."""
     kv_memory = num_blocks * BLOCK * SMOLLM2_TOKEN_BYTES
-    return build_engine("smollm2", EngineConfig(block_size=BLOCK, kv_memory=kv_memory, **options))[0]
+    return build_engine("smollm2", EngineConfig(block_size=BLOCK, kv_memory=kv_memory, **options), store=store)[0]
 
 
 SMOLLM2_TOKEN_BYTES = 30 * 3 * 64 * 2 * 4  # layers, heads, width, K and V, float32
@@ -85,6 +86,8 @@ class Tally:
     harmless: int = 0  # requests with a harmless divergence
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    loaded_tokens: int = 0
+    met_loads: int = 0  # loads in which part was loaded and part computed
     evictions: int = 0
     preemptions: int = 0
     copies_on_write: int = 0
@@ -132,14 +135,25 @@ def prove(subject: Subject, seed: int, requests: int, *, deterministic: bool) ->
     return tally
 
 
-def run(subject: Subject, seed: int, requests: int, *, deterministic: bool) -> Episode:
-    """Drive `requests` requests through a new engine, checking pool and accounts."""
+def run(
+    subject: Subject,
+    seed: int,
+    requests: int,
+    *,
+    deterministic: bool,
+    traffic: Traffic | None = None,
+    store: TieredStore | None = None,
+) -> Episode:
+    """Drive `requests` requests through a new engine, checking pool and accounts.
+
+    traffic: goes on from an earlier engine. store: what the engine keeps blocks in.
+    """
     rng = random.Random(seed)
     options = _random_options(rng, subject, deterministic=deterministic)
     cancels, crowd = rng.random() < 0.5, rng.randint(1, 32)
-    engine = subject.build(**options)
+    engine = subject.build(**options, **({} if store is None else {"store": store}))
     poison(engine)
-    traffic = Traffic(rng, subject.shape, logprobs=2 if deterministic else 20)
+    traffic = traffic or Traffic(rng, subject.shape, logprobs=2 if deterministic else 20)
     episode = Episode(subject, seed, deterministic, options, engine)
     open_: dict[str, Asked] = {}
     while open_ or len(episode.asked) < requests:
@@ -212,6 +226,7 @@ def _take(engine: Engine, open_: dict[str, Asked]) -> None:
 def _check_accounts(episode: Episode) -> None:
     """reused + computed = prompt for every answer, and without cancellations the reports explain every token run."""
     engine, explained = episode.engine, 0
+    settle(engine)
     assert engine.pool.num_free == engine.pool.num_blocks, "all blocks are free at idle"
     for asked in episode.asked:
         for index, answer in asked.answers.items():
@@ -233,7 +248,9 @@ def judge(episode: Episode) -> Tally:
         requests=len(episode.asked),
         cancelled=sum(asked.cancelled for asked in episode.asked),
         prompt_tokens=stats.prompt_tokens,
-        reused_tokens=stats.device_tokens,
+        reused_tokens=stats.device_tokens + stats.memory_tokens + stats.disk_tokens + stats.remote_tokens,
+        loaded_tokens=stats.memory_tokens + stats.disk_tokens + stats.remote_tokens,
+        met_loads=episode.engine.scheduler.prefetcher.met if episode.engine.scheduler.prefetcher else 0,
         evictions=episode.engine.pool.stats.evictions,
         preemptions=episode.engine.scheduler.preemptions,
         copies_on_write=episode.engine.pool.stats.copies_on_write,
@@ -271,8 +288,9 @@ def compare_blocks(episode: Episode) -> int:
     for chain in remembered_chains(engine):
         fresh.clear()
         drive(fresh, [request([token for block in chain for token in block.token_ids], max_tokens=1)], check=False)
-        for held in chain:
-            again = fresh.pool.pools[0]._index[held.key]
+        (computed,) = remembered_chains(fresh)  # under other keys, if the tenant's salt is another
+        for held, again in zip(chain, computed, strict=True):
+            assert held.token_ids == again.token_ids
             got, want = _kv(engine, held), _kv(fresh, again)
             if episode.deterministic:
                 assert torch.equal(got, want), f"{episode}: block {held.id} is not what a fresh engine computes"

@@ -5,6 +5,7 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cache
+from time import monotonic, sleep
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -24,6 +25,7 @@ from kvire.engine.request import Output, Request, SamplingParams, TokenLogprobs
 VOCAB = 259  # 256 bytes, then beginning, end and padding
 EOS = 257
 BLOCK = 16
+IDLE_S = 10.0  # that an engine may at most wait, for a load
 
 
 class ByteTokenizer:
@@ -58,8 +60,8 @@ def tiny_llama():
 SPEC = KVSpec((KVGroup(LayerKind.FULL, (0, 1, 2), 2, 16, 16),), "float32", BLOCK)
 
 
-def namespace(salt: str = "") -> Namespace:
-    return Namespace("weights", "config", "float32/portable", "float32", "tiny", BLOCK, salt=salt)
+def namespace(salt: str = "", numerics: str = "float32/portable") -> Namespace:
+    return Namespace("weights", "config", numerics, "float32", "tiny", BLOCK, salt=salt)
 
 
 def tiny_engine(num_blocks: int = 256, *, backend=None, max_model_len: int | None = None, **options) -> Engine:
@@ -74,9 +76,9 @@ def engine_of(
     """A transformers model of at least VOCAB tokens over a pool of its own. num_blocks: or so many in each group."""
     paged = PagedKV(spec, num_blocks)
     deterministic = options.get("deterministic", False)
-    cache = PagedCache(paged, backend or best_attention("portable", deterministic=deterministic))
-    bound = (TiledModel if deterministic else PagedModel)(model, cache)
-    return _engine(bound, paged, max(paged.num_blocks), max_model_len, options)
+    backend = backend or best_attention("portable", deterministic=deterministic)
+    bound = (TiledModel if deterministic else PagedModel)(model, PagedCache(paged, backend))
+    return _engine(bound, paged, max(paged.num_blocks), max_model_len, options | {"numerics": backend.name})
 
 
 class ScriptedModel:
@@ -101,15 +103,20 @@ def scripted_engine(script: list[int], prompt_tokens: int = 5, num_blocks: int =
 
 
 def _engine(model, paged: PagedKV, num_blocks: int, max_model_len: int | None, options: dict) -> Engine:
+    """options: of EngineConfig; `store`, an open TieredStore; and `numerics`, which decide bits."""
+    options = dict(options)
+    store, numerics = options.pop("store", None), options.pop("numerics", "scripted")
+    numerics += "/deterministic" * options.get("deterministic", False)
     return Engine(
         model,
         paged,
         EngineConfig(block_size=BLOCK, **options),
-        namespace(),
+        namespace(numerics=numerics),
         max_model_len=min(max_model_len or 4096, num_blocks * BLOCK),
         vocab_size=VOCAB,
         eos_token_ids=frozenset([EOS]),
         tokenizer=ByteTokenizer(),
+        store=store,
     )
 
 
@@ -140,12 +147,13 @@ def drive(
     for request in requests:
         engine.submit(request)
     answers: dict[tuple[str, int], Answer] = defaultdict(Answer)
-    run_before, idle = engine.stats.forward_tokens, 0
+    run_before, idle_since = engine.stats.forward_tokens, monotonic()
     while engine.has_work:
         steps = engine.stats.steps
         outputs = engine.step()
-        idle = 0 if engine.stats.steps > steps else idle + 1
-        assert idle < 100, "work is waiting, but nothing runs"
+        if engine.stats.steps > steps:
+            idle_since = monotonic()
+        assert monotonic() - idle_since < IDLE_S, "work is waiting, but nothing runs"
         for output in outputs:
             assert isinstance(output, Output), f"{output}"
             answer = answers[output.request_id, output.index]
@@ -158,6 +166,7 @@ def drive(
             answer.prompt_logprobs = output.prompt_logprobs or answer.prompt_logprobs
         if check:
             engine.pool.check()
+    settle(engine)
     assert engine.pool.num_free == engine.pool.num_blocks, "all blocks are free at idle"
     explained = 0
     for request in requests:
@@ -171,6 +180,14 @@ def drive(
     if exact:
         assert explained == engine.stats.forward_tokens - run_before, "the reports account for every token that was run"
     return dict(answers)
+
+
+def settle(engine: Engine) -> None:
+    """Wait until no read writes into the pool any more."""
+    end = monotonic() + IDLE_S
+    while engine.scheduler.prefetcher and engine.scheduler.prefetcher.draining and monotonic() < end:
+        engine.poll()
+        sleep(0.001)
 
 
 _numbers = iter(range(10**9))

@@ -55,8 +55,8 @@ def one_token_too_much_counts_as_hit(patch: pytest.MonkeyPatch) -> None:
     """The token after a hit is not computed."""
     start = Scheduler._start
 
-    def broken(self, seq, *rest):
-        started = start(self, seq, *rest)
+    def broken(self, seq, *rest, **options):
+        started = start(self, seq, *rest, **options)
         if started and 0 < seq.num_computed < seq.num_tokens - 1:
             seq.num_computed += 1
         return started
@@ -149,9 +149,9 @@ def partial_copy_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A hit ends inside a block, and the block that goes on is not filled."""
     start = Scheduler._start
 
-    def broken(self, seq, *rest):
+    def broken(self, seq, *rest, **options):
         before = len(self.copies)
-        started = start(self, seq, *rest)
+        started = start(self, seq, *rest, **options)
         del self.copies[before:]
         return started
 

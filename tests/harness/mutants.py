@@ -51,8 +51,8 @@ def published_when_allocated(patch: pytest.MonkeyPatch) -> None:
     """Blocks can be found as soon as they are allocated, before anybody computed them."""
     start = Scheduler._start
 
-    def broken(self, seq, *rest):
-        if not start(self, seq, *rest):
+    def broken(self, seq, *rest, **options):
+        if not start(self, seq, *rest, **options):
             return False
         for index in range(seq.num_published, seq.num_tokens // self.pool.block_size):
             key = seq.full_block_keys()[index]

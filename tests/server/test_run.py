@@ -25,13 +25,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def tiny_llm(model, *, progress=None, **engine_options):
+def tiny_llm(model, *, progress=None, store=None, **engine_options):
     """In place of kvire.LLM."""
-    assert model == "some/model"
+    assert model == "some/model" and store is None
     progress("loading", 1, 1)
     with EngineClient(tiny_engine(**engine_options)) as client:
         client.engine.closed_properly = False
-        yield type("Loaded", (), {"client": client})()
+        yield type("Loaded", (), {"client": client, "sessions": None})()
         client.engine.closed_properly = True
 
 

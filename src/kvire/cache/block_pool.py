@@ -75,6 +75,12 @@ class Lease:
             self.blocks[index] = None
             self._pool._unref(block, evict_first=True)
 
+    def skip_to(self, index: int) -> None:
+        """The next block to come is block `index`: give back what is held, and hold nothing in between."""
+        assert index >= len(self.blocks)
+        self.give_back(len(self.blocks))
+        self.blocks += [None] * (index - len(self.blocks))
+
     def extend(self, other: "Lease") -> None:
         """Take over the blocks of `other`, which holds nothing afterwards."""
         assert not self.released and not other.released and other._pool is self._pool
@@ -273,6 +279,15 @@ class BlockPool:
         self._unref(block)
         self.stats.copies_on_write += 1
         return block.id, own.id
+
+    def swap(self, lease: Lease, index: int) -> Lease | None:
+        """Give `lease` a blank block at `index`; the old one as a lease of its own, or None if no block is free."""
+        old = lease.blocks[index]
+        assert old is not None and old.key is None and old.ref_count == 1, "only a block that nobody else knows"
+        if (fresh := self.try_allocate(1)) is None:
+            return None
+        lease.blocks[index], fresh.blocks[0] = fresh.blocks[0], old
+        return fresh
 
     def forget(self, key: BlockKey) -> int:
         """Take a block and all below it out of the index; how many. Leased ones stay with their owners."""

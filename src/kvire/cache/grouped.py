@@ -15,6 +15,11 @@ class GroupedLease:
     def __init__(self, leases: list[Lease]) -> None:
         self.leases = leases
 
+    @property
+    def released(self) -> bool:
+        """Whether everything was given back."""
+        return self.leases[0].released
+
     def release(self) -> None:
         """Give everything back. Raises RuntimeError the second time."""
         for lease in self.leases:
@@ -124,22 +129,45 @@ class GroupedPool:
             return shared, tuple(one.id for one in blocks)
         return 0, ()
 
-    def try_extend(self, lease: GroupedLease, num_tokens: int, *, now: int, spare: Sequence[int] | None = None) -> bool:
+    @property
+    def has_windows(self) -> bool:
+        """Whether some group holds only what a window touches."""
+        return any(isinstance(pool, WindowPool) for pool in self.pools)
+
+    def first_needed(self, group: int, position: int) -> int:
+        """Index of the first block of `group` that the token at `position`, or any later one, looks at."""
+        pool = self.pools[group]
+        return pool.first_needed(position) if isinstance(pool, WindowPool) else 0
+
+    def try_extend(
+        self,
+        lease: GroupedLease,
+        num_tokens: int,
+        *,
+        now: int,
+        spare: Sequence[int] | None = None,
+        loaded: int | None = None,
+    ) -> bool:
         """Let `lease` hold blocks for `num_tokens` tokens, of which `now` are computed next.
 
         Window groups get blocks for those only, and keep room for a window. spare: per group, blocks that are to stay
-        free if it gives any. False, and no change, if that cannot be had.
+        free if it gives any. loaded: the next token to be computed, if what comes before will be loaded; window groups
+        then skip what it does not look at. False, and no change, if that cannot be had.
         """
-        counts = []
+        counts, firsts = [], []
         for g, (pool, part) in enumerate(zip(self.pools, lease.leases, strict=True)):
-            count = room = self._blocks(num_tokens) - len(part)
+            first = len(part) if loaded is None else max(len(part), self.first_needed(g, loaded))
+            count = room = self._blocks(num_tokens) - first
             if isinstance(pool, WindowPool):
-                count = self._blocks(now) - len(part)
+                count = self._blocks(now) - first
                 room = max(count, min(room, pool.span_blocks))
             if room > 0 and room + (spare[g] if spare else 0) > pool.num_free:
                 return False
             counts.append(max(0, count))
-        for pool, part, count in zip(self.pools, lease.leases, counts, strict=True):
+            firsts.append(first)
+        for pool, part, count, first in zip(self.pools, lease.leases, counts, firsts, strict=True):
+            if first > len(part):
+                part.skip_to(first)
             more = pool.try_allocate(count)
             assert more is not None
             part.extend(more)
@@ -171,12 +199,16 @@ class GroupedPool:
     def publish(
         self, lease: GroupedLease, index: int, key: BlockKey, parent: BlockKey, root: BlockKey, token_ids: Sequence[int]
     ) -> bool:
-        """Put block `index` of `lease` into every group's index; whether it can be found in all (BlockPool.publish)."""
+        """Put block `index` of `lease` into the index of every group that has it; whether it can be found in all.
+
+        Without it is a group with a window that was loaded no further back than it reaches. See BlockPool.publish.
+        """
         found = True
         for pool, part in zip(self.pools, lease.leases, strict=True):
-            block = part.blocks[index]
-            assert block is not None, "a block is published before it is given back"
-            found &= pool.publish(block, key, parent, root, token_ids)
+            if (block := part.blocks[index]) is not None:
+                found &= pool.publish(block, key, parent, root, token_ids)
+            else:
+                assert isinstance(pool, WindowPool)
         return found
 
     def fork(self, lease: GroupedLease) -> GroupedLease:
@@ -195,6 +227,13 @@ class GroupedPool:
             if (copy := pool.make_writable(part, index)) is not None:
                 copies.append((g, *copy))
         return copies
+
+    def swap(self, lease: GroupedLease, index: int) -> GroupedLease | None:
+        """Blank blocks at `index` in every group, the old ones as a lease of their own; None if there are none."""
+        if not all(pool.num_free for pool in self.pools):
+            return None
+        olds = [pool.swap(part, index) for pool, part in zip(self.pools, lease.leases, strict=True)]
+        return GroupedLease([old for old in olds if old is not None])
 
     def was_evicted(self, key: BlockKey) -> bool:
         """Whether `key` had to make room, in any group, not long ago."""

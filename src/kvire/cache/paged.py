@@ -69,6 +69,10 @@ class PagedKV:
         """Bytes of all slabs."""
         return sum(slab.numel() * slab.element_size() for slab in self.slabs)
 
+    def memory(self, group: int, block_id: int) -> memoryview:
+        """The bytes of one block, all layers of `group`: writable, valid until close(). CPU only."""
+        return self.slabs[group][block_id].view(torch.uint8).numpy().data
+
     def k(self, layer: int) -> Tensor:
         """K of one model layer: [num_blocks, block_size, kv_heads, key_width]."""
         return self._k[layer]

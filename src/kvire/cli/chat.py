@@ -1,6 +1,7 @@
 """`kvire chat`: talk in the terminal and watch the cache fill."""
 
 import sys
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -9,10 +10,13 @@ from rich.markup import escape
 from kvire.cli import options as opt
 from kvire.cli.conversation import WARN_SHARE, Conversation
 from kvire.cli.display import LoadProgress, console, seconds
+from kvire.cli.store_options import store_config
+from kvire.core.config import StoreConfig
+from kvire.core.errors import ConfigError, StoreError
 from kvire.core.memory import format_size
 
 HELP = """\
-/new       start over; the old turns stay in the cache until their memory is needed
+/new       start over, and empty the session if there is one; computed blocks stay in the cache while there is room
 /compare   answer the last question at this length and in a fresh chat, side by side
 /help      this list
 /exit      leave (so does the end of input)"""
@@ -20,54 +24,85 @@ HELP = """\
 LIMIT_CHOICES = "[s]top, [n]ew chat, or [d]rop the oldest turns?"
 
 
+@opt.shared(engine=opt.ENGINE, sampling=opt.SAMPLING, store=opt.STORE)
 def chat(
     model: opt.Model,
     system: Annotated[
         str | None, typer.Option(help="A system message that comes before every chat.", show_default=False)
     ] = None,
-    max_tokens: opt.MaxTokens = 256,
-    temperature: opt.Temperature = 0.0,
-    top_p: opt.TopP = 1.0,
-    top_k: opt.TopK = 0,
-    min_p: opt.MinP = 0.0,
-    seed: opt.Seed = None,
-    kv_dtype: opt.KvDtype = "float32",
-    kv_memory: opt.KvMemory = "auto",
-    block_size: opt.BlockSize = 16,
-    prefix_cache: opt.PrefixCache = True,
-    max_model_len: opt.MaxModelLen = None,
-    attention: opt.Attention = "auto",
-    deterministic: opt.Deterministic = False,
-    kv_cache: opt.KvCache = "paged",
-    device: opt.Device = "auto",
+    session: Annotated[
+        str | None,
+        typer.Option(
+            help="Go on with the chat of this name, and keep it after each answer: its history is stored, sealed.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    engine: dict[str, Any],
+    sampling: dict[str, Any],
+    store: dict[str, Any],
 ) -> None:
     """Talk with a model. A line after each answer shows how full the context is and what was reused."""
-    engine = opt.engine_options(locals())
-    sampling = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "seed": seed,
-    }
+    config = store_config(store, engine, default=True)
+    if session is not None:
+        config = _with_folder(config, session)
     from kvire.llm import LLM  # noqa: PLC0415  (torch takes seconds; --help must not wait for it)
 
     with LoadProgress() as progress:
-        llm = LLM(model, progress=progress, **engine)
+        llm = LLM(model, progress=progress, store=config, **engine)
     with llm:
         llm.encode_chat([{"role": "user", "content": "?"}])  # refuses a model without a chat template at once
         console.print(f"[dim]{escape(model)}, {llm.max_model_len} tokens of context. /help lists commands.[/]")
-        Terminal(llm, Conversation(llm, system, max_tokens), sampling).run()
+        talk, kept = Conversation(llm, system, sampling["max_tokens"]), None
+        if session is not None:
+            kept = llm.session(session)
+            _resume(talk, kept)
+            _say_what_is_kept(kept)
+        Terminal(llm, talk, sampling, kept).run()
+
+
+def _with_folder(config: StoreConfig | None, session: str) -> StoreConfig:
+    """The store's options; raises ConfigError or StoreError if a session of this name cannot be kept there."""
+    from kvire.store.session_file import check_name  # noqa: PLC0415  (--help must not wait for cryptography either)
+
+    check_name(session)
+    if config is None or config.path is None:
+        raise ConfigError(
+            "--session needs a store on this machine's disk: leave out --no-store and what turns the cache off, and "
+            "name a folder with --store if there is --ram or --remote"
+        )
+    return replace(config, required=True)
+
+
+def _resume(talk: Conversation, kept: Any) -> None:
+    """Go on where the session was left."""
+    if not kept.messages:
+        return
+    if talk.system is not None and talk.messages[0] != kept.messages[0]:
+        raise ConfigError(
+            "this session began without this system message: leave out --system, or take another name for --session"
+        )
+    talk.messages, talk.known = kept.messages, kept.token_ids
+
+
+def _say_what_is_kept(kept: Any) -> None:
+    history = f"{len(kept.messages)} messages, {len(kept.token_ids)} tokens" if kept.messages else "new"
+    how = "sealed" if kept.sessions.sealed else "NOT sealed"
+    console.print(
+        f"[dim]session {escape(kept.name)}: {history}. The history of this chat is stored, {how}, in "
+        f"{escape(str(kept.sessions.store))}; /new empties it, `kvire store forget` removes all there is.[/]",
+        soft_wrap=True,
+    )
 
 
 class Terminal:
-    """Reads lines, prints answers. sampling: SamplingParams of every answer."""
+    """Reads lines, prints answers. sampling: SamplingParams of every answer. session: a ChatSession that keeps it."""
 
-    def __init__(self, llm: Any, conversation: Conversation, sampling: dict[str, Any]) -> None:
+    def __init__(self, llm: Any, conversation: Conversation, sampling: dict[str, Any], session: Any = None) -> None:
         self.llm = llm
         self.conversation = conversation
         self.sampling = sampling
+        self.session = session
 
     def run(self) -> None:
         """Until /exit or the end of input."""
@@ -75,7 +110,7 @@ class Terminal:
             if line == "/help":
                 console.print(HELP, markup=False)
             elif line == "/new":
-                self.conversation.clear()
+                self._start_over()
             elif line == "/compare":
                 self._compare()
             elif line.startswith("/"):
@@ -104,13 +139,32 @@ class Terminal:
                 talk.messages.pop()
                 console.print("[red]That message alone does not fit; it was not sent.[/]")
                 return True
-        result = self._answer(talk.encoded(), show=True)
+        prompt = talk.prompt()
+        result = self._answer(prompt.token_ids, show=True)
         if result is None:
             talk.messages.pop()
             return True
         talk.messages.append({"role": "assistant", "content": result.text})
-        self._status(result)
+        talk.known = (*prompt.token_ids, *result.token_ids)
+        self._status(result, prompt.tokens_lost)
+        self._keep()
         return True
+
+    def _keep(self) -> None:
+        if self.session is None:
+            return
+        try:
+            self.session.keep(self.conversation.messages, self.conversation.known)
+        except StoreError as error:
+            console.print(f"[red]This turn is not kept:[/] {escape(str(error))}", soft_wrap=True)
+
+    def _start_over(self) -> None:
+        self.conversation.clear()
+        if self.session is not None:
+            try:
+                self.session.delete()
+            except StoreError as error:
+                console.print(f"[red]The session was not emptied:[/] {escape(str(error))}", soft_wrap=True)
 
     def _answer(self, ids: tuple[int, ...], *, show: bool, **params: Any) -> Any:
         """Stream an answer; Ctrl-C ends the answer, not the chat. None if it ended before the first token."""
@@ -129,7 +183,7 @@ class Terminal:
             print(flush=True)
         return collector.result() if collector.started else None
 
-    def _status(self, result: Any) -> None:
+    def _status(self, result: Any, tokens_lost: int) -> None:
         """One line: how full the context is, what was reused, how fast it was."""
         context = result.usage.total_tokens
         limit = self.conversation.limit
@@ -140,6 +194,11 @@ class Terminal:
             f"first token {seconds(result.timing.ttft_s)}, {speed:.1f} tok/s[/]",
             soft_wrap=True,
         )
+        if tokens_lost:
+            console.print(
+                f"[dim]{tokens_lost} tokens of earlier turns not reused: the chat template writes them otherwise[/]",
+                soft_wrap=True,
+            )
         if context >= WARN_SHARE * limit:
             console.print(f"[yellow]{context / limit:.0%} of the context is used; /new starts over.[/]")
 

@@ -8,19 +8,25 @@ WARN_SHARE = 0.8  # of the context, from which on the status line warns
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages, oldest first. llm: encodes them. max_tokens: longest answer."""
+    """Messages, oldest first. llm: encodes them. max_tokens: longest answer.
+
+    known: exact ids of the last prompt and answer; the next prompt begins with them where it can.
+    """
 
     llm: Any
     system: str | None = None
     max_tokens: int = 256
     messages: list[dict[str, Any]] = field(default_factory=list)
+    known: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        self.clear()
+        if not self.messages:
+            self.clear()
 
     def clear(self) -> None:
         """Forget all turns; the system message stays."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.known = ()
 
     @property
     def limit(self) -> int:
@@ -34,8 +40,12 @@ class Conversation:
 
     def encoded(self, messages: list[dict[str, Any]] | None = None) -> tuple[int, ...]:
         """Token ids of the conversation up to where the next answer begins."""
-        ids: tuple[int, ...] = self.llm.encode_chat(self.messages if messages is None else messages)
+        ids: tuple[int, ...] = self.prompt(messages).token_ids
         return ids
+
+    def prompt(self, messages: list[dict[str, Any]] | None = None) -> Any:
+        """The same as a ChatPrompt, which also says how much of `known` it does not begin with."""
+        return self.llm.continue_chat(self.messages if messages is None else messages, self.known)
 
     def fits(self, messages: list[dict[str, Any]]) -> bool:
         """Whether an answer of `reserve` tokens has room after these messages."""

@@ -9,9 +9,11 @@ import typer
 
 from kvire.cli import options as opt
 from kvire.cli.display import LoadProgress, console, seconds
+from kvire.cli.store_options import store_config
 from kvire.core.errors import ConfigError
 
 
+@opt.shared(engine=opt.ENGINE, sampling=opt.SAMPLING, store=opt.STORE)
 def generate(
     model: opt.Model,
     prompt: Annotated[
@@ -27,45 +29,25 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print text, token ids, usage, cache and times as JSON.")
     ] = False,
-    max_tokens: opt.MaxTokens = 256,
-    temperature: opt.Temperature = 0.0,
-    top_p: opt.TopP = 1.0,
-    top_k: opt.TopK = 0,
-    min_p: opt.MinP = 0.0,
-    seed: opt.Seed = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text; may be repeated.", show_default=False)
     ] = None,
-    kv_dtype: opt.KvDtype = "float32",
-    kv_memory: opt.KvMemory = "auto",
-    block_size: opt.BlockSize = 16,
-    prefix_cache: opt.PrefixCache = True,
-    max_model_len: opt.MaxModelLen = None,
-    attention: opt.Attention = "auto",
-    deterministic: opt.Deterministic = False,
-    kv_cache: opt.KvCache = "paged",
-    device: opt.Device = "auto",
+    *,
+    engine: dict[str, Any],
+    sampling: dict[str, Any],
+    store: dict[str, Any],
 ) -> None:
     """Answer one prompt, from the command line, a file or standard input.
 
     The text is printed as it comes; a line on standard error says what was reused and how fast it was.
     """
     text = _read_prompt(prompt, file)
-    engine = opt.engine_options(locals())
-    sampling = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "seed": seed,
-        "stop": tuple(stop or ()),
-    }
+    sampling["stop"] = tuple(stop or ())
     from kvire.engine.result import Collector  # noqa: PLC0415
     from kvire.llm import LLM  # noqa: PLC0415  (torch takes seconds; --help must not wait for it)
 
     with LoadProgress() as progress:
-        llm = LLM(model, progress=progress, **engine)
+        llm = LLM(model, progress=progress, store=store_config(store, engine, default=False), **engine)
     with llm:
         chat = not raw and getattr(llm.tokenizer, "chat_template", None)
         ids = llm.encode_chat([{"role": "user", "content": text}]) if chat else llm.encode(text)

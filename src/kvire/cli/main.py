@@ -11,6 +11,7 @@ from kvire.cli.display import console
 from kvire.cli.generate import generate
 from kvire.cli.models import models
 from kvire.cli.serve import serve
+from kvire.cli.store import store
 from kvire.core.errors import KvireError
 
 cli = typer.Typer(
@@ -25,6 +26,7 @@ cli.command()(generate)
 cli.command()(chat)
 cli.command()(serve)
 cli.add_typer(models, name="models")
+cli.add_typer(store, name="store")
 
 
 def _print_version(wanted: bool) -> None:

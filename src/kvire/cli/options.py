@@ -1,5 +1,9 @@
 """Options that several commands share, so that each is described once."""
 
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,89 +16,135 @@ Model = Annotated[
     ),
 ]
 
-_ENGINE = "Engine"
-KvDtype = Annotated[
-    str,
-    typer.Option(
-        help="What the pool keeps: float32, float16 (half the bytes), bfloat16 or int8 (about a quarter).",
-        rich_help_panel=_ENGINE,
-    ),
-]
-KvMemory = Annotated[
-    str,
-    typer.Option(help="Size of the KV pool, such as 2GiB; auto takes half of what is free.", rich_help_panel=_ENGINE),
-]
-BlockSize = Annotated[int, typer.Option(help="Tokens per block, the granularity of reuse.", rich_help_panel=_ENGINE)]
-PrefixCache = Annotated[
-    bool, typer.Option(help="Remember the blocks of finished requests and reuse them.", rich_help_panel=_ENGINE)
-]
-MaxModelLen = Annotated[
-    int | None,
-    typer.Option(
-        help="Longest prompt and answer together, in tokens; by default what the model and the pool allow.",
-        rich_help_panel=_ENGINE,
-        show_default=False,
-    ),
-]
-MaxBatchTokens = Annotated[int, typer.Option(help="Tokens computed in one step at most.", rich_help_panel=_ENGINE)]
-MaxNumSeqs = Annotated[int, typer.Option(help="Answers written at once at most.", rich_help_panel=_ENGINE)]
-Attention = Annotated[
-    str, typer.Option(help="auto, native (C++ kernels) or portable (no compiler needed).", rich_help_panel=_ENGINE)
-]
-Deterministic = Annotated[
-    bool,
-    typer.Option(
-        help="The same bits whatever is cached and whoever else is served; slower, float32 only.",
-        rich_help_panel=_ENGINE,
-    ),
-]
-KvCache = Annotated[
-    str,
-    typer.Option(
-        help="paged; contiguous (reserves max-model-len per answer) and off (recomputes every step) show what paging "
-        "and caching are worth.",
-        rich_help_panel=_ENGINE,
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option(help="Where model and pool live: auto (a GPU if there is one), cpu or cuda.", rich_help_panel=_ENGINE),
-]
-
-_SAMPLING = "Sampling"
-MaxTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.", rich_help_panel=_SAMPLING)]
-Temperature = Annotated[
-    float,
-    typer.Option(help="0 always takes the likeliest token; 1 samples as the model says.", rich_help_panel=_SAMPLING),
-]
-TopP = Annotated[
-    float, typer.Option(help="Keep the likeliest tokens that hold this much probability.", rich_help_panel=_SAMPLING)
-]
-TopK = Annotated[int, typer.Option(help="Keep the K likeliest tokens; 0 keeps all.", rich_help_panel=_SAMPLING)]
-MinP = Annotated[
-    float, typer.Option(help="Keep tokens at least this share of the likeliest.", rich_help_panel=_SAMPLING)
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        help="With it, sampling gives the same answer every time.", rich_help_panel=_SAMPLING, show_default=False
-    ),
-]
+_ENGINE, _STORE, _SAMPLING = "Engine", "Store", "Sampling"
 
 
-def engine_options(values: dict[str, Any]) -> dict[str, Any]:
-    """Those of a command's arguments that belong to EngineConfig."""
-    names = (
-        "kv_dtype",
-        "kv_memory",
-        "block_size",
-        "prefix_cache",
-        "max_model_len",
-        "max_batch_tokens",
-        "max_num_seqs",
-        "attention",
-        "deterministic",
-        "kv_cache",
-        "device",
-    )
-    return {name: values[name] for name in names if name in values}
+def _option(kind: Any, help_text: str, panel: str, **more: Any) -> Any:
+    return Annotated[kind, typer.Option(help=help_text, rich_help_panel=panel, **more)]
+
+
+# Fields of EngineConfig: name -> (type and help, default).
+ENGINE: dict[str, tuple[Any, Any]] = {
+    "kv_dtype": (
+        _option(
+            str, "What the pool keeps: float32, float16 (half the bytes), bfloat16 or int8 (about a quarter).", _ENGINE
+        ),
+        "float32",
+    ),
+    "kv_memory": (_option(str, "Size of the KV pool, such as 2GiB; auto takes half of what is free.", _ENGINE), "auto"),
+    "block_size": (_option(int, "Tokens per block, the granularity of reuse.", _ENGINE), 16),
+    "prefix_cache": (_option(bool, "Remember the blocks of finished requests and reuse them.", _ENGINE), True),
+    "max_model_len": (
+        _option(
+            int | None,
+            "Longest prompt and answer together, in tokens; by default what the model and the pool allow.",
+            _ENGINE,
+            show_default=False,
+        ),
+        None,
+    ),
+    "attention": (_option(str, "auto, native (C++ kernels) or portable (no compiler needed).", _ENGINE), "auto"),
+    "deterministic": (
+        _option(bool, "The same bits whatever is cached and whoever else is served; slower, float32 only.", _ENGINE),
+        False,
+    ),
+    "kv_cache": (
+        _option(
+            str,
+            "paged; contiguous (reserves max-model-len per answer) and off (recomputes every step) show what paging "
+            "and caching are worth.",
+            _ENGINE,
+        ),
+        "paged",
+    ),
+    "device": (_option(str, "Where model and pool live: auto (a GPU if there is one), cpu or cuda.", _ENGINE), "auto"),
+}
+# Those that matter only where many are served.
+SERVING: dict[str, tuple[Any, Any]] = {
+    "max_batch_tokens": (_option(int, "Tokens computed in one step at most.", _ENGINE), 512),
+    "max_num_seqs": (_option(int, "Answers written at once at most.", _ENGINE), 32),
+    "max_queue": (_option(int, "Requests that may wait; more are answered 429.", _ENGINE), 256),
+}
+# Where blocks are kept below the pool (cli/store_options.py).
+STORE: dict[str, tuple[Any, Any]] = {
+    "store": (
+        _option(
+            Path | None,
+            "Folder that keeps computed blocks on disk, for the next start; serve and chat have one by default.",
+            _STORE,
+            show_default=False,
+        ),
+        None,
+    ),
+    "disk_size": (
+        _option(
+            str | None,
+            "What that folder may take at most; by default 20 GB, or a tenth of the free space if that is less.",
+            _STORE,
+            show_default=False,
+        ),
+        None,
+    ),
+    "ram": (
+        _option(
+            str | None, "Size of a store in memory, beside the pool; none by default.", _STORE, show_default=False
+        ),
+        None,
+    ),
+    "remote": (
+        _option(
+            list[str] | None,
+            "A store that several machines share: redis://host:6379 or s3://bucket/prefix; may be repeated.",
+            _STORE,
+            show_default=False,
+        ),
+        None,
+    ),
+    "encrypt": (_option(bool, "Seal what is stored outside this process with AES-256-GCM.", _STORE), True),
+    "key_file": (
+        _option(Path | None, "The file with the keys of the seal; yours by default.", _STORE, show_default=False),
+        None,
+    ),
+    "store_ttl": (
+        _option(
+            float | None, "Seconds that a block is kept unused; by default while there is room.", _STORE,
+            show_default=False,
+        ),
+        None,
+    ),
+    "no_store": (_option(bool, "Keep nothing outside the engine.", _STORE), False),
+}  # fmt: skip
+SAMPLING: dict[str, tuple[Any, Any]] = {
+    "max_tokens": (_option(int, "Longest answer, in tokens.", _SAMPLING, min=1), 256),
+    "temperature": (_option(float, "0 always takes the likeliest token; 1 samples as the model says.", _SAMPLING), 0.0),
+    "top_p": (_option(float, "Keep the likeliest tokens that hold this much probability.", _SAMPLING), 1.0),
+    "top_k": (_option(int, "Keep the K likeliest tokens; 0 keeps all.", _SAMPLING), 0),
+    "min_p": (_option(float, "Keep tokens at least this share of the likeliest.", _SAMPLING), 0.0),
+    "seed": (
+        _option(int | None, "With it, sampling gives the same answer every time.", _SAMPLING, show_default=False),
+        None,
+    ),
+}
+
+
+def shared(**groups: dict[str, tuple[Any, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of `groups`; it gets each group as one dict, by the group's name."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in signature(command).parameters.values() if p.name not in groups]
+        more = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for group in groups.values()
+            for name, (kind, default) in group.items()
+        ]
+
+        @wraps(command)
+        def run(**values: Any) -> None:
+            given = {title: {name: values.pop(name) for name in group} for title, group in groups.items()}
+            command(**values, **given)
+
+        run.__signature__ = Signature([p.replace(kind=Parameter.KEYWORD_ONLY) for p in own] + more)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in [*own, *more]}
+        return run
+
+    return decorate

@@ -1,13 +1,15 @@
 """`kvire serve`: a model behind an OpenAI-compatible API."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvire.cli import options as opt
 from kvire.cli.display import LoadProgress, console
+from kvire.cli.store_options import store_config
 
 
+@opt.shared(engine=opt.ENGINE | opt.SERVING, store=opt.STORE)
 def serve(
     model: opt.Model,
     host: Annotated[
@@ -26,24 +28,15 @@ def serve(
         str | None, typer.Option(help="The model's name in the API, by default MODEL.", show_default=False)
     ] = None,
     request_timeout: Annotated[float, typer.Option(help="Seconds that one request may take.")] = 600.0,
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait; more are answered 429.")] = 256,
-    kv_dtype: opt.KvDtype = "float32",
-    kv_memory: opt.KvMemory = "auto",
-    block_size: opt.BlockSize = 16,
-    prefix_cache: opt.PrefixCache = True,
-    max_model_len: opt.MaxModelLen = None,
-    max_batch_tokens: opt.MaxBatchTokens = 512,
-    max_num_seqs: opt.MaxNumSeqs = 32,
-    attention: opt.Attention = "auto",
-    deterministic: opt.Deterministic = False,
-    kv_cache: opt.KvCache = "paged",
-    device: opt.Device = "auto",
+    *,
+    engine: dict[str, Any],
+    store: dict[str, Any],
 ) -> None:
     """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.
 
-    Every answer's usage says how many prompt tokens came from the cache.
+    Every answer's usage says how many prompt tokens came from the cache. What was computed is kept on disk, sealed, so
+    that the next start is warm (--no-store: it is not).
     """
-    engine = opt.engine_options(locals()) | {"max_queue": max_queue}
     from kvire.server.options import ServerOptions  # noqa: PLC0415  (--help must not wait for torch)
     from kvire.server.run import serve as run  # noqa: PLC0415
 
@@ -59,6 +52,7 @@ def serve(
             model,
             options,
             progress=progress,
+            store=store_config(store, engine, default=True),
             say=lambda line: console.print(line, markup=False, soft_wrap=True),
             **engine,
         )

@@ -1,6 +1,8 @@
 """Options of an engine: frozen and strict. What is measured later (how many blocks fit) lies elsewhere."""
 
+import math
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Self
 
 from kvire.core.errors import ConfigError
@@ -10,6 +12,8 @@ from kvire.core.spec import KV_DTYPE_BYTES
 ATTENTION_KINDS = ("auto", "native", "portable")
 KV_CACHE_KINDS = ("paged", "contiguous", "off")
 DEVICES = ("auto", "cpu", "cuda")
+ADMISSIONS = ("all", "turn")
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +89,49 @@ def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
 def _positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ConfigError(f"{name} must be a positive whole number, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig:
+    """Where blocks go below the pool, and how much of them.
+
+    path: folder of the disk tier, or None for none. disk_bytes: what that folder may take at most, by `du`;
+    None leaves an existing folder the limit that it has.
+    ram_bytes: size of the memory tier; 0 for none. remote: URLs of remote tiers, nearest first. encrypt: seal what
+    leaves the process. key_file: where the tenants' keys lie; None for the user's own. ttl_s: how long a block is
+    kept unused; None for as long as there is room. writes_per_day_bytes: what the disk tier may be sent in a day
+    (wear); None for no limit. admission: "all" keeps every block, "turn" those of finished requests and those used
+    twice. load_timeout_s: how long one load may wait for a remote tier. required: whether
+    a store that cannot be opened is an error; else it is a warning, and the engine works without one.
+    """
+
+    path: Path | None = None
+    disk_bytes: int | None = 20 * GIB
+    ram_bytes: int = 0
+    remote: tuple[str, ...] = ()
+    encrypt: bool = True
+    key_file: Path | None = None
+    ttl_s: float | None = None
+    writes_per_day_bytes: int | None = None
+    admission: str = "all"
+    load_timeout_s: float = 0.5
+    required: bool = True
+
+    def __post_init__(self) -> None:
+        _one_of("admission", self.admission, ADMISSIONS)
+        for name in ("disk_bytes", "ram_bytes"):
+            if name == "disk_bytes" and self.disk_bytes is None:
+                continue
+            if not isinstance(value := getattr(self, name), int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"{name} must be a number of bytes, got {value!r}")
+        if self.writes_per_day_bytes is not None:
+            _positive("writes_per_day_bytes", self.writes_per_day_bytes)
+        for name in ("ttl_s", "load_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no tier at all."""
+        return self.path is None and not self.ram_bytes and not self.remote

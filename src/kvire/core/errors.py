@@ -34,3 +34,33 @@ class GenerationError(KvireError):
 
 class EngineClosedError(KvireError):
     """The engine was closed, or died, before the request finished."""
+
+
+class StoreError(KvireError):
+    """The store cannot be opened or changed as asked: a wrong key file, a folder that is none, an unknown tenant."""
+
+
+class BlockMissing(KvireError):  # noqa: N818 - not an error of anybody: an ordinary answer of a tier
+    """A tier does not hold the block that was asked for (any more)."""
+
+
+class TierUnavailable(KvireError):  # noqa: N818 - as above
+    """A tier cannot answer now, or not in time. Nothing is known about what it holds."""
+
+
+class FrameDamaged(KvireError):  # noqa: N818 - as above
+    """The bytes are no frame of ours, or not what was written. cause: one word for counters."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"the frame is damaged: {cause}")
+        self.cause = cause
+
+
+class FrameForeign(KvireError):  # noqa: N818 - as above
+    """A frame that is not what was asked for though nothing is wrong with it: another block's, a newer version's, or
+    sealed with a key that is not at hand. It is a miss and stays where it is. cause: one word for counters.
+    """
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"the frame is not the one asked for: {cause}")
+        self.cause = cause

@@ -52,6 +52,10 @@ class Namespace:
             digest.update(field(f.name, str(getattr(self, f.name)).encode("utf-8")))
         return BlockKey(digest.digest())
 
+    def public_fields(self) -> dict[str, str]:
+        """What may be told beside the blocks, to say later why others do not match: all but the salt."""
+        return {f.name: str(getattr(self, f.name)) for f in fields(self) if f.name != "salt"}
+
     def with_salt(self, salt: str) -> Self:
         """The same model for another tenant: no key in common."""
         return replace(self, salt=salt)
@@ -73,3 +77,17 @@ def block_keys(
         parent = block_key(parent, token_ids[start : start + block_size])
         keys.append(parent)
     return keys
+
+
+def content_ids(salt: str, token_ids: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+    """16 bytes for each of token_ids[:end]; ends ascend. They tell the same tokens again under another namespace.
+
+    Nothing is ever loaded by them: they only say why a key was not found. salt: the tenant's.
+    """
+    digest = sha256(field("kvire", b"content") + field("salt", salt.encode("utf-8")))
+    found, start = [], 0
+    for end in ends:
+        digest.update(np.asarray(token_ids[start:end], dtype="<i4").tobytes())
+        found.append(digest.copy().digest()[:16])
+        start = end
+    return found

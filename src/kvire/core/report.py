@@ -14,37 +14,49 @@ class MissReason(StrEnum):
     DIVERGED = "diverged"  # the closest remembered prompt differs, or ends, at token `miss_token`
     EVICTED = "evicted"  # was remembered, had to make room
     NEVER_STORED = "never_stored"  # no remembered prompt starts like this
+    OTHER_NAMESPACE = "other_namespace"  # stored under another model, dtype, block size, ...: `miss_detail` names them
+    DAMAGED = "damaged"  # was stored, but its bytes are not what was written
+    UNAVAILABLE = "unavailable"  # the tier that may have it did not answer in time
+    SLOWER = "slower_than_recomputing"  # is stored, but computing it was the faster way
 
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
     """Tokens of one prompt by source; they sum to the prompt, always.
 
-    device_tokens: reused from the pool. computed_tokens: run through the model. recomputed_tokens:
-    prompt and generated tokens computed again after preemptions, on top of the prompt. miss_token:
-    position of the first token that no remembered prompt shares, where that is known.
+    device_tokens: reused from the pool. memory_tokens, disk_tokens, remote_tokens: loaded from tiers of the store.
+    computed_tokens: run through the model. recomputed_tokens: prompt and generated tokens computed again after
+    preemptions, on top of the prompt. miss_token: position of the first token that no remembered prompt shares, where
+    that is known. miss_detail: for OTHER_NAMESPACE, what differs. saved_s: what computing the reused tokens would have
+    taken, by this engine's own measure, less what was waited for them; None before it has measured.
     """
 
     device_tokens: int
     computed_tokens: int
     miss: MissReason
     miss_token: int | None = None
+    memory_tokens: int = 0
+    disk_tokens: int = 0
+    remote_tokens: int = 0
+    miss_detail: str | None = None
+    saved_s: float | None = None
     recomputed_tokens: int = 0
     preemptions: int = 0
 
     def __post_init__(self) -> None:
-        assert min(self.device_tokens, self.recomputed_tokens, self.preemptions) >= 0
+        assert min(self.device_tokens, self.memory_tokens, self.disk_tokens, self.remote_tokens) >= 0
+        assert min(self.recomputed_tokens, self.preemptions) >= 0
         assert self.computed_tokens >= 1, "at least the last prompt token is always computed"
 
     @property
     def prompt_tokens(self) -> int:
         """Length of the prompt."""
-        return self.device_tokens + self.computed_tokens
+        return self.reused_tokens + self.computed_tokens
 
     @property
     def reused_tokens(self) -> int:
         """Prompt tokens that were not computed."""
-        return self.device_tokens
+        return self.device_tokens + self.memory_tokens + self.disk_tokens + self.remote_tokens
 
     def as_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
@@ -52,9 +64,14 @@ class CacheReport:
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,
             "device_tokens": self.device_tokens,
+            "memory_tokens": self.memory_tokens,
+            "disk_tokens": self.disk_tokens,
+            "remote_tokens": self.remote_tokens,
             "computed_tokens": self.computed_tokens,
             "miss": str(self.miss),
             "miss_token": self.miss_token,
+            "miss_detail": self.miss_detail,
+            "saved_s": None if self.saved_s is None else round(self.saved_s, 6),
             "recomputed_tokens": self.recomputed_tokens,
             "preemptions": self.preemptions,
         }

@@ -1,13 +1,16 @@
 """From a model's name and options to a running engine."""
 
+import logging
+
+import torch
 from torch import nn
 
 from kvire.attention.cpu import best_attention
 from kvire.attention.paged_cache import PagedCache, PagedModel
 from kvire.attention.tiled_model import TiledModel
 from kvire.cache.paged import PagedKV
-from kvire.core.config import EngineConfig
-from kvire.core.errors import ConfigError
+from kvire.core.config import EngineConfig, StoreConfig
+from kvire.core.errors import ConfigError, StoreError
 from kvire.core.spec import KVSpec
 from kvire.engine.device import choose_device, device_with_room, free_bytes, prepare
 from kvire.engine.engine import Engine
@@ -17,12 +20,22 @@ from kvire.models.loader import LoadedModel, load
 from kvire.models.native_modules import use_native_modules
 from kvire.models.progress import Progress
 from kvire.models.resolve import resolve
+from kvire.store.open import open_store
+from kvire.store.tiered import TieredStore
+
+log = logging.getLogger(__name__)
 
 
-def build_engine(name: str, config: EngineConfig, progress: Progress | None = None) -> tuple[Engine, LoadedModel]:
-    """Find, load and wire up a model; computes in float32.
+def build_engine(
+    name: str,
+    config: EngineConfig,
+    progress: Progress | None = None,
+    store: StoreConfig | TieredStore | None = None,
+) -> tuple[Engine, LoadedModel]:
+    """Find, load and wire up a model; computes in float32. store: what to open and use, or an open one; None for
+    the pool alone.
 
-    Raises ModelNotFoundError, UnsupportedModelError or ConfigError.
+    Raises ModelNotFoundError, UnsupportedModelError, ConfigError or StoreError.
     """
     device = choose_device(config)
     prepare(device)
@@ -39,6 +52,7 @@ def build_engine(name: str, config: EngineConfig, progress: Progress | None = No
         use_native_modules(loaded.model)
     paged = PagedKV(spec, plan.num_blocks, device)
     model_class = TiledModel if config.deterministic else PagedModel
+    opened = _open(store, config, device)
     engine = Engine(
         model_class(loaded.model, PagedCache(paged, backend)),
         paged,
@@ -55,8 +69,26 @@ def build_engine(name: str, config: EngineConfig, progress: Progress | None = No
         vocab_size=loaded.model.get_input_embeddings().num_embeddings,
         eos_token_ids=frozenset(loaded.eos_token_ids),
         tokenizer=loaded.tokenizer,
+        store=opened,
     )
     return engine, loaded
+
+
+def _open(store: StoreConfig | TieredStore | None, config: EngineConfig, device: torch.device) -> TieredStore | None:
+    """The store, open; None for none, or where it is not required and cannot be had."""
+    if store is None or isinstance(store, TieredStore) or store.is_empty:
+        return store if isinstance(store, TieredStore) else None
+    try:
+        if device.type != "cpu":
+            raise ConfigError("the store needs the pool in host memory for now: choose --device cpu, or --no-store")
+        if not config.prefix_cache or config.kv_cache != "paged":
+            raise ConfigError("a store needs the prefix cache: leave prefix_cache on and kv_cache paged")
+        return open_store(store, config.kv_dtype)
+    except (StoreError, ConfigError) as error:
+        if store.required:
+            raise
+        log.warning("working without a store: %s", error)
+        return None
 
 
 def refuse_experts(model: nn.Module) -> None:

@@ -51,7 +51,7 @@ class EngineClient:
         if self._thread.is_alive():
             self._thread.join()
         self._fail("the engine was closed")
-        self.engine.paged.close()
+        self.engine.close()
         _started.discard(self)
 
     def __enter__(self) -> Self:

@@ -13,6 +13,7 @@ import logging
 import secrets
 from collections import deque
 from dataclasses import dataclass, field
+from hashlib import sha256
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Protocol
@@ -29,11 +30,20 @@ from kvire.core.keys import BlockKey, Namespace
 from kvire.engine import sampler
 from kvire.engine.detokenizer import Detokenizer
 from kvire.engine.packing import build_batch, logits_rows
+from kvire.engine.prefetch import Prefetcher
 from kvire.engine.request import Abort, Clear, Failure, Output, Request, TokenLogprobs
 from kvire.engine.scheduler import Chunk, Scheduler
 from kvire.engine.sequence import Sequence, State
+from kvire.engine.store_link import StoreLink
+from kvire.plan.cost import PrefillSpeed
+from kvire.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
+
+# A prefill is measured by steps with at least so many tokens of one prompt, and few others beside them.
+LEAST_MEASURED_TOKENS = 32
+# A guess until then, for SmolLM2's size on two cores: what a load has to beat the first time.
+PREFILL_TOKEN_S = 0.002
 
 NOT_FINITE = (
     "the model gave numbers that are not finite; if kv_dtype is float16, its range may be too small for this model: "
@@ -55,7 +65,11 @@ class EngineStats:
     requests: int = 0
     prompt_tokens: int = 0
     device_tokens: int = 0
+    memory_tokens: int = 0
+    disk_tokens: int = 0
+    remote_tokens: int = 0
     computed_tokens: int = 0
+    saved_s: float = 0.0  # what computing the reused tokens would have taken, less what was waited for them
     generated_tokens: int = 0
     recomputed_tokens: int = 0
     steps: int = 0
@@ -68,7 +82,8 @@ class Engine:
     """Runs requests on a model over a paged cache.
 
     namespace: everything besides tokens that decides KV. max_model_len: longest prompt + answer.
-    eos_token_ids: end an answer unless it ignores them. tokenizer: None for ids only.
+    eos_token_ids: end an answer unless it ignores them. tokenizer: None for ids only. store: open, and closed
+    with the engine; None for the pool alone.
     """
 
     def __init__(
@@ -82,18 +97,22 @@ class Engine:
         vocab_size: int,
         eos_token_ids: frozenset[int] = frozenset(),
         tokenizer: Any = None,
+        store: TieredStore | None = None,
     ) -> None:
         self.model = model
         self.paged = paged
         self.config = config
         self.namespace = namespace
-        self.root: BlockKey = namespace.root
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.tokenizer = tokenizer
         self.pool = GroupedPool(paged.spec.groups, paged.num_blocks, paged.spec.block_size)
-        self.scheduler = Scheduler(self.pool, config, max_model_len)
+        self.prefill = PrefillSpeed(PREFILL_TOKEN_S)
+        reuses = config.prefix_cache and config.kv_cache == "paged"
+        self.link = StoreLink(store, paged, self.pool, namespace) if store is not None and reuses else None
+        prefetcher = Prefetcher(self.link, self.pool, self.prefill) if self.link else None
+        self.scheduler = Scheduler(self.pool, config, max_model_len, prefetcher)
         self.stats = EngineStats()
         self.inbox: SimpleQueue[Request | Abort | Clear] = SimpleQueue()
         self._sequences: dict[str, list[Sequence]] = {}
@@ -101,6 +120,25 @@ class Engine:
         self._arrivals = 0
         self._outputs: deque[Output | Failure] = deque()
         self._special_ids = _special_ids(tokenizer)
+
+    @property
+    def root(self) -> BlockKey:
+        """Parent of every first block, of requests without tenant and cache_salt."""
+        return self.identity()[1]
+
+    def close(self) -> None:
+        """Close the store, then free the pool; nobody calls step() any more."""
+        if self.link is not None:
+            self.link.store.close()
+        self.paged.close()
+
+    def identity(self, tenant: str = "", cache_salt: str = "") -> tuple[str, BlockKey]:
+        """(salt, root) of the blocks of a tenant and cache_salt. Without either, and without a store, no salt."""
+        if self.link is not None:
+            return self.link.identity(tenant, cache_salt)
+        salt = "/".join(sha256(part.encode("utf-8")).hexdigest() for part in (tenant, cache_salt) if part)
+        salt = salt if not cache_salt or tenant else "/" + salt
+        return salt, self.namespace.with_salt(salt).root
 
     def validate(self, request: Request) -> None:
         """Raise RequestError if the request can never be served. Reads only what never changes."""
@@ -136,7 +174,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether step() has anything to do."""
-        return bool(self.scheduler.running or self.scheduler.waiting or not self.inbox.empty())
+        draining = self.scheduler.prefetcher is not None and self.scheduler.prefetcher.draining
+        return bool(self.scheduler.running or self.scheduler.waiting or draining or not self.inbox.empty())
 
     def step(self) -> list[Output | Failure]:
         """Do one step of the loop; what it added to each answer, and which requests could not go on."""
@@ -146,11 +185,15 @@ class Engine:
         if chunks:
             logits = self.run(chunks)
             self.commit(chunks, logits)
+        elif self.scheduler.prefetcher:
+            self.scheduler.prefetcher.nap(self.scheduler.running)
         outputs, self._outputs = list(self._outputs), deque()
         return outputs
 
     def poll(self) -> None:
         """Take what came in since the last step."""
+        if self.scheduler.prefetcher:
+            self.scheduler.prefetcher.poll()
         while True:
             try:
                 message = self.inbox.get_nowait()
@@ -170,9 +213,13 @@ class Engine:
         self.scheduler.copies.clear()
         started = monotonic()
         logits = self.model.forward(build_batch(chunks, self.pool.block_size))
-        self.stats.forward_s += monotonic() - started
+        seconds, tokens = monotonic() - started, sum(chunk.count for chunk in chunks)
+        self.stats.forward_s += seconds
         self.stats.steps += 1
-        self.stats.forward_tokens += sum(chunk.count for chunk in chunks)
+        self.stats.forward_tokens += tokens
+        longest = max(chunks, key=lambda chunk: chunk.count)
+        if longest.count >= LEAST_MEASURED_TOKENS and 8 * longest.count > 7 * tokens:
+            self.prefill.measured(longest.seq.num_computed, longest.count, seconds)
         return logits
 
     def commit(self, chunks: list[Chunk], logits: Tensor) -> None:
@@ -212,14 +259,16 @@ class Engine:
 
     def _accept(self, request: Request) -> None:
         arrival, self._arrivals = self._arrivals, self._arrivals + 1
+        salt, root = self.identity(request.tenant, request.cache_salt)
         first, *others = [
             Sequence(
                 request,
                 i,
                 arrival,
-                self.root,
+                root,
                 self.pool.block_size,
                 Detokenizer(self.tokenizer, request.params.stop_strings),
+                salt,
             )
             for i in range(request.params.n)
         ]
@@ -236,9 +285,12 @@ class Engine:
     def _fail(self, seq: Sequence, message: str) -> None:
         """End a request that cannot go on, and forget what it computed: nobody else may meet it."""
         request_id = seq.request.request_id
-        for key in (key for sample in self._sequences[request_id] for key in sample.keys):
+        keys = [key for sample in self._sequences[request_id] for key in sample.keys]
+        for key in keys:
             self.pool.forget(key)
         self._remove(request_id, remember=False)
+        if self.link is not None:
+            self.link.discard(keys)
         self._outputs.append(Failure(request_id, message))
 
     def _remove(self, request_id: str, *, remember: bool = True) -> list[Sequence]:
@@ -322,7 +374,14 @@ class Engine:
             del self._sequences[seq.request.request_id], self._seeds[seq.request.request_id]
 
     def _count_request(self, seq: Sequence) -> None:
+        spans = [(0, seq.device_tokens), *seq.reused_spans]
+        if self.prefill.samples:
+            seq.saved_s = sum(self.prefill.seconds(*span) for span in spans) - seq.load_wait_s
         report = seq.report
+        self.stats.memory_tokens += report.memory_tokens
+        self.stats.disk_tokens += report.disk_tokens
+        self.stats.remote_tokens += report.remote_tokens
+        self.stats.saved_s += report.saved_s or 0.0
         self.stats.requests += 1
         self.stats.prompt_tokens += report.prompt_tokens
         self.stats.device_tokens += report.device_tokens

@@ -94,11 +94,18 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to answer. request_id is unique among those in flight."""
+    """One prompt to answer. request_id is unique among those in flight.
+
+    tenant: whose KV it may meet and leaves behind. cache_salt: shares KV only with requests of the same salt, within
+    the tenant. store: whether its KV may be kept outside the engine; what is there is used all the same.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     params: SamplingParams
+    tenant: str = ""
+    cache_salt: str = ""
+    store: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,19 @@ moves, and any pool that fits one request serves them all.
 from bisect import insort
 from dataclasses import dataclass
 
-from kvire.cache.grouped import GroupedPool, Hit
+from kvire.cache.grouped import GroupedPool
 from kvire.core.config import EngineConfig
 from kvire.core.keys import BlockKey, block_key
 from kvire.core.report import MissReason
+from kvire.engine.prefetch import Prefetcher
 from kvire.engine.sequence import Sequence, State
+from kvire.plan.cost import Way
 
 # A prompt whose logprobs are asked for needs logits of every token; this bounds their number in one step, and so
 # their memory (64 rows of a vocabulary of 262,144 in float32 are 67 MB).
 MAX_PROMPT_LOGPROB_TOKENS = 64
+# Sequences without a seat whose stored blocks are loaded already.
+MAX_PREPARED = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,8 +39,11 @@ class Chunk:
 class Scheduler:
     """Waiting and running sequences over one GroupedPool; belongs to the engine's thread."""
 
-    def __init__(self, pool: GroupedPool, config: EngineConfig, max_model_len: int) -> None:
+    def __init__(
+        self, pool: GroupedPool, config: EngineConfig, max_model_len: int, prefetcher: Prefetcher | None = None
+    ) -> None:
         self.pool = pool
+        self.prefetcher = prefetcher
         self.max_batch_tokens = config.max_batch_tokens
         self.max_num_seqs = config.max_num_seqs
         self.kv_cache = config.kv_cache
@@ -70,7 +77,8 @@ class Scheduler:
         again; those behind it may pass, since what it waits for is running.
         """
         for seq in list(self.waiting):
-            if len(self.running) >= self.max_num_seqs:
+            seated = len(self.running) < self.max_num_seqs
+            if not seated and (self.prefetcher is None or len(self.running) >= self.max_num_seqs + MAX_PREPARED):
                 return
             if seq.waits_for in self._computing:
                 continue
@@ -79,7 +87,7 @@ class Scheduler:
             seq.waits_for = self._last_in_computation(reusable[matched:])
             if seq.waits_for is not None:
                 continue
-            if not self._start(seq, reusable, matched):
+            if not self._start(seq, reusable, matched, seated=seated):
                 return
 
     def _last_in_computation(self, keys: list[BlockKey]) -> BlockKey | None:
@@ -101,15 +109,28 @@ class Scheduler:
             return []
         return seq.full_block_keys()[: (seq.num_tokens - 1) // self.pool.block_size]
 
-    def _start(self, seq: Sequence, reusable: list[BlockKey], matched: int) -> bool:
-        """Lease what is remembered and allocate the rest; False, and no change, if that does not fit."""
-        more = seq.num_tokens - 1 - matched * self.pool.block_size if self._reuses(seq) and self.partial_hits else 0
+    def _start(self, seq: Sequence, reusable: list[BlockKey], matched: int, *, seated: bool) -> bool:
+        """Lease what is remembered and allocate the rest; False, and no change, if that does not fit.
+
+        Without a seat, only to load what is stored, so that it is there when there is one.
+        """
+        plan = self.prefetcher.plan(seq, reusable, matched) if self.prefetcher else None
+        if not seated and (plan is None or plan.way is not Way.LOAD):
+            return False
+        alone = plan is None or (plan.stored.known == matched and not self.pool.has_windows)
+        partial = self._reuses(seq) and self.partial_hits and alone
+        more = seq.num_tokens - 1 - matched * self.pool.block_size if partial else 0
         hit = self.pool.match(seq.root, reusable[:matched], seq.token_ids, partial_tokens=more)
         computed = hit.full_blocks * self.pool.block_size + hit.partial_tokens
+        if plan is not None and hit.partial_tokens:
+            plan = plan.without(hit.full_blocks)
         if self.kv_cache == "contiguous":
             fits = self.pool.try_extend(hit.lease, self.max_model_len, now=self.max_model_len)
         else:
-            fits = self.pool.try_extend(hit.lease, seq.num_tokens, now=computed, spare=self._promised())
+            loaded = plan.stored.stop * self.pool.block_size if plan and self.pool.has_windows else None
+            fits = self.pool.try_extend(
+                hit.lease, seq.num_tokens, now=loaded or computed, spare=self._promised(), loaded=loaded
+            )
         if not fits:
             hit.lease.release()
             return False
@@ -117,7 +138,9 @@ class Scheduler:
             leases = enumerate(zip(hit.sources, hit.lease.leases, strict=True))
             self.copies += [(g, source, part.block_ids[hit.full_blocks]) for g, (source, part) in leases]
         if not seq.admitted:
-            self._explain(seq, reusable, hit, computed)
+            seq.device_tokens = computed
+            full = plan.stored.known if plan else hit.full_blocks
+            self._explain(seq, reusable, full, max(computed, full * self.pool.block_size))
         else:  # preempted, and somebody else has computed more of its prompt since
             seq.device_tokens += max(0, computed - seq.most_computed)
         seq.lease, seq.state, seq.admitted = hit.lease, State.RUNNING, True
@@ -128,6 +151,8 @@ class Scheduler:
         if self._reuses(seq):  # who scores a prompt is too slow to be waited for
             for key in seq.full_block_keys()[hit.full_blocks :]:
                 self._computing.setdefault(key, seq)
+        if self.prefetcher:
+            self.prefetcher.start(seq, plan, self.copies)
         return True
 
     def _promised(self) -> list[int]:
@@ -137,10 +162,9 @@ class Scheduler:
         ]
         return [sum(counts) for counts in zip(*needs, strict=True)] if needs else [0] * len(self.pool.pools)
 
-    def _explain(self, seq: Sequence, reusable: list[BlockKey], hit: Hit, computed: int) -> None:
-        """Note what was reused and why the rest was not (CacheReport)."""
-        seq.device_tokens = computed
-        block_size, full = self.pool.block_size, hit.full_blocks
+    def _explain(self, seq: Sequence, reusable: list[BlockKey], full: int, computed: int) -> None:
+        """Note why no more is reused than `full` blocks, or `computed` tokens (CacheReport)."""
+        block_size = self.pool.block_size
         if not self.prefix_cache:
             seq.miss = MissReason.OFF
         elif seq.params.prompt_logprobs is not None:
@@ -174,7 +198,8 @@ class Scheduler:
         Chunks of one token come first (Batch). Preempts, newest first, where blocks are missing.
         """
         chunks = []
-        for seq in [seq for seq in self.running if seq.num_remaining == 1]:
+        limits = self._limits()
+        for seq in [seq for seq in limits if seq.num_remaining == 1]:
             if seq.state is not State.RUNNING:
                 continue  # preempted for an older one in this loop
             if self._make_room(seq, 1):
@@ -182,14 +207,38 @@ class Scheduler:
             else:
                 self.preempt(seq)
         budget, scored = self.max_batch_tokens - len(chunks), MAX_PROMPT_LOGPROB_TOKENS
-        for seq in [seq for seq in self.running if seq.num_remaining > 1]:
-            count = min(seq.num_remaining, budget, scored if seq.scores_prompt else budget)
+        for seq in [seq for seq in limits if seq.num_remaining > 1]:
+            count = min(seq.num_remaining, budget, limits[seq], scored if seq.scores_prompt else budget)
+            if count > 0 and seq.state is State.RUNNING and seq.load is not None and self.prefetcher:
+                count = self.prefetcher.claim(seq, count)
             if count > 0 and seq.state is State.RUNNING and self._make_room(seq, count):
                 chunks.append(Chunk(seq, count))
                 budget -= count
                 scored -= count if seq.scores_prompt else 0
         chunks = [chunk for chunk in chunks if chunk.seq.state is State.RUNNING]
         return sorted(chunks, key=lambda chunk: chunk.count != 1)
+
+    def _limits(self) -> dict[Sequence, int]:
+        """The running sequences that have a seat, oldest first, and how many tokens each may compute in this step.
+
+        What has been loaded meanwhile is taken over; who waits for more is left out.
+        """
+        limits: dict[Sequence, int] = {}
+        for seq in list(self.running):
+            limit = self.max_batch_tokens
+            if (load := seq.load) is not None and self.prefetcher:
+                if self.prefetcher.take_over(seq):
+                    self._publish_full(seq)
+                    if seq.num_published > max(seq.explained, load.known):  # more than was certain
+                        self._explain(seq, self._reusable_keys(seq), seq.num_published, seq.num_computed)
+                        seq.explanation = None
+                limit = min(limit, self.prefetcher.limit(seq))
+                if load.is_lost:
+                    self.preempt(seq)
+                    continue
+            if limit > 0 and len(limits) < self.max_num_seqs:
+                limits[seq] = limit
+        return limits
 
     def _make_room(self, seq: Sequence, count: int) -> bool:
         """Find blocks of its own for the sequence's next `count` tokens; newer ones pay. False if none are left."""
@@ -223,11 +272,7 @@ class Scheduler:
         """Let `sample` share all blocks of `source`, whose prompt is computed, and run beside it."""
         assert source.lease is not None
         sample.lease = self.pool.fork(source.lease)
-        sample.keys = list(source.keys)
-        sample.num_computed, sample.num_published = source.num_computed, source.num_published
-        sample.detached = source.detached
-        sample.most_computed = source.most_computed
-        sample.device_tokens, sample.miss, sample.miss_token = source.device_tokens, source.miss, source.miss_token
+        sample.share_prompt(source)
         sample.state, sample.admitted = State.RUNNING, True
         insort(self.running, sample, key=_order)
 
@@ -240,15 +285,20 @@ class Scheduler:
 
     def advance(self, chunk: Chunk) -> None:
         """A chunk is computed: publish the blocks that it filled, give back those that no window reaches any more."""
-        seq = chunk.seq
+        chunk.seq.advance(chunk.count)
+        self._publish_full(chunk.seq, save=True)
+
+    def _publish_full(self, seq: Sequence, *, save: bool = False) -> None:
+        """Put the blocks that are full by now into the index; save: they were computed, so the store gets them."""
         assert seq.lease is not None
-        seq.advance(chunk.count)
         if self.prefix_cache:
-            keys = seq.full_block_keys()
-            for index in range(seq.num_published, seq.num_computed // self.pool.block_size):
+            keys, first = seq.full_block_keys(), seq.num_published
+            for index in range(first, seq.num_computed // self.pool.block_size):
                 self._publish(seq, index, keys[index], seq.block_tokens(index))
                 self._computing.pop(keys[index], None)
                 seq.num_published = index + 1
+            if save and self.prefetcher:
+                self.prefetcher.link.save(seq, seq.lease, range(first, seq.num_published))
         if self.kv_cache == "paged":
             self.pool.give_back(seq.lease, seq.num_computed)
 
@@ -267,7 +317,10 @@ class Scheduler:
         if remember and tail and self.prefix_cache and self.partial_hits:
             assert seq.num_published == index
             self._publish(seq, index, block_key(seq.parent_of(index), tail), tail)
-        seq.lease.release()
+        if self.prefetcher:
+            self.prefetcher.release(seq, seq.lease)
+        else:
+            seq.lease.release()
         seq.lease = None
         self.pool.touch(seq.keys[: seq.num_published])
         for key in seq.keys[seq.num_published :]:

@@ -4,6 +4,8 @@ transformers renders templates in an immutable Jinja sandbox; they come from the
 only, never from a request.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
@@ -23,6 +25,49 @@ def encode_chat(
 
     options: switches that some templates know, such as enable_thinking.
     """
+    return _encode(tokenizer, _rendered(tokenizer, messages, tools, options))
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation up to where the answer begins. tokens_lost: how many of the known ids it does not begin with."""
+
+    token_ids: tuple[int, ...]
+    tokens_lost: int
+
+
+def continue_chat(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    known: Sequence[int],
+    tools: list[dict[str, Any]] | None = None,
+    options: dict[str, bool] | None = None,
+) -> ChatPrompt:
+    """As encode_chat, beginning with `known`, the ids of an earlier prompt and answer, where that says the same.
+
+    A model may write a text in other tokens than the tokenizer would; to go on from what it wrote, those have to stay.
+    Where the template tells the history otherwise (drops earlier reasoning, trims white space), the template counts.
+    """
+    text = _rendered(tokenizer, messages, tools, options)
+    ids, before = _encode(tokenizer, text), tuple(known)
+    if ids[: len(before)] == before:
+        return ChatPrompt(ids, 0)
+    # The token that ended the answer may be another one in the history, or none: its KV was never computed anyway.
+    for kept in (before, before[:-1]):
+        said = _decode(tokenizer, kept)
+        if text.startswith(said):
+            continued = kept + _encode(tokenizer, text[len(said) :])
+            if _decode(tokenizer, continued) == text:  # not so where a tokenizer adds or drops spaces between parts
+                return ChatPrompt(continued, len(before) - _common_prefix(before, continued))
+    return ChatPrompt(ids, len(before) - _common_prefix(before, ids))
+
+
+def _rendered(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    options: dict[str, bool] | None,
+) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError(
             "this model has no chat template: it continues text but was not made to chat; use completions (generate)"
@@ -31,7 +76,7 @@ def encode_chat(
     if not plain:
         raise RequestError("messages is empty: it must hold at least one message")
     try:
-        text = tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             plain, tools=tools, tokenize=False, add_generation_prompt=True, **(options or {})
         )
     except TemplateError as error:
@@ -39,7 +84,20 @@ def encode_chat(
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         # Templates are programs too; what they stumble over is in the messages.
         raise RequestError("the model's chat template cannot render these messages or tools") from error
+    return text
+
+
+def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _plain_message(message: dict[str, Any], index: int) -> dict[str, Any]:

@@ -15,14 +15,20 @@ from kvire.server.json_text import json_response
 from kvire.server.metrics import RequestCounter, waiting
 from kvire.server.options import ServerOptions
 from kvire.server.service import Service, service_of
+from kvire.store.sessions import Sessions
 
 router = APIRouter()
 
 
-def create_app(client: EngineClient, model_name: str, options: ServerOptions | None = None) -> FastAPI:
-    """An app over a started engine; the engine stays the caller's to close. model_name: if options name none."""
+def create_app(
+    client: EngineClient, model_name: str, options: ServerOptions | None = None, sessions: Sessions | None = None
+) -> FastAPI:
+    """An app over a started engine; the engine stays the caller's to close. model_name: if options name none.
+
+    sessions: where chats are kept whose clients ask for it; None where they cannot be.
+    """
     options = options or ServerOptions()
-    service = Service(client, options.served_name or model_name, options)
+    service = Service(client, options.served_name or model_name, options, sessions)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

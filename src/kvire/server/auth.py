@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvire.server.errors import ApiError
 
+TENANT = "kvire.tenant"  # in a request's scope: whose KV it may meet
 OPEN_PATHS = frozenset({"/health"})  # for load balancers and supervisors, which hold no keys
 
 
@@ -22,12 +23,15 @@ class ApiKeys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def accept(self, authorization: bytes) -> bool:
-        """Whether an Authorization header's value is `Bearer <one of the keys>`."""
+    def tenant(self, authorization: bytes) -> str | None:
+        """Who an Authorization header's value `Bearer <one of the keys>` is; None if it is nobody.
+
+        Every key is a tenant of its own, by a name that does not tell the key.
+        """
         scheme, _, given = authorization.partition(b" ")
         digest = _digest(given.strip())
         known = [hmac.compare_digest(digest, key) for key in self._digests]
-        return scheme.lower() == b"bearer" and any(known)
+        return f"key-{digest.hex()[:24]}" if scheme.lower() == b"bearer" and any(known) else None
 
 
 class Doorkeeper:
@@ -45,16 +49,19 @@ class Doorkeeper:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the app answer, or refuse."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            refusal = self._refusal(dict(scope["headers"]))
+            headers = dict(scope["headers"])
+            refusal = self._refusal(headers)
             if refusal is not None:
                 await refusal.response()(scope, receive, send)
                 return
+            if self.keys:
+                scope[TENANT] = self.keys.tenant(headers[b"authorization"])
         await self.app(scope, receive, send)
 
     def _refusal(self, headers: dict[bytes, bytes]) -> ApiError | None:
         if self.keys:
             given = headers.get(b"authorization")
-            return None if given is not None and self.keys.accept(given) else _bad_key(missing=given is None)
+            return None if given is not None and self.keys.tenant(given) else _bad_key(missing=given is None)
         if is_local_name(_host_name(headers.get(b"host", b""))) and _is_local_origin(headers.get(b"origin")):
             return None
         message = (

@@ -12,13 +12,16 @@ from kvire.server.answers import until_client_gone
 from kvire.server.errors import ApiError
 from kvire.server.reply import Choice, Reply, whole_answer
 from kvire.server.schemas import ChatRequest, parse
-from kvire.server.service import Service, service_of
+from kvire.server.service import Service, Sharing, service_of, tenant_of
+from kvire.server.sessions import SessionResponse, Turn
+from kvire.server.sessions import router as sessions_router
 from kvire.server.stream import EventStream
 from kvire.server.token_text import chat_logprobs
 from kvire.server.tool_formats import Parsed, ToolFormat
 from kvire.server.tools import ToolText, supports_tools, tool_format, with_parsed_arguments
 
 router = APIRouter()
+router.include_router(sessions_router)
 
 
 @router.post("/v1/chat/completions", response_model=None)
@@ -27,12 +30,24 @@ async def chat_completions(request: Request) -> Response:
     service = service_of(request)
     call = parse(ChatRequest, await service.bodies.read_json(request))
     service.check_model(call.model)
+    if call.session is None:
+        return await _answer(request, service, call)
+    return SessionResponse(service, tenant_of(request), call.session, lambda: _answer(request, service, call))
+
+
+async def _answer(request: Request, service: Service, call: ChatRequest) -> Response:
     params = call.sampling_params(service.max_model_len)
-    reply = ChatReply(service, call)
     deadline = service.deadline()
     async with asyncio.timeout_at(deadline):
-        prompt = await service.encode_chat(history(call), reply.tools, call.chat_template_kwargs)
-    answers = service.answers(reply.id, [prompt], params)
+        turn, messages = None, new_messages(call)
+        if call.session is not None:
+            turn = await Turn.begin(service, tenant_of(request), call.session, messages)
+        reply = ChatReply(service, call, turn)
+        if turn is None:
+            prompt = await service.encode_chat(history(messages), reply.tools, call.chat_template_kwargs)
+        else:
+            prompt = await turn.encode(history(turn.messages), reply.tools, call.chat_template_kwargs)
+    answers = service.answers(reply.id, [prompt], params, Sharing.of(request, call))
     if call.stream:
         with_usage = call.stream_options is not None and call.stream_options.include_usage
         return EventStream(answers, reply, deadline, with_usage=with_usage)
@@ -40,19 +55,26 @@ async def chat_completions(request: Request) -> Response:
         return await until_client_gone(request.receive, whole_answer(answers, reply))
 
 
-def history(call: ChatRequest) -> list[dict[str, Any]]:
-    """The messages as templates expect them."""
-    plain = [message.model_dump(exclude_none=True) for message in call.messages]
-    return [with_parsed_arguments(message, i) for i, message in enumerate(plain)]
+def new_messages(call: ChatRequest) -> list[dict[str, Any]]:
+    """Those of the request."""
+    return [message.model_dump(exclude_none=True) for message in call.messages]
+
+
+def history(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates expect them."""
+    return [with_parsed_arguments(message, i) for i, message in enumerate(messages)]
 
 
 class ChatReply(Reply):
-    """Choices with messages. tools: those that the model is told of."""
+    """Choices with messages. tools: those that the model is told of. turn: of the session, if the request has one."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, service: Service, call: ChatRequest) -> None:
+    def __init__(self, service: Service, call: ChatRequest, turn: Turn | None = None) -> None:
         super().__init__(service)
+        self._turn = turn
+        self._pieces: list[Choice] = []  # of the one answer that the turn keeps
+        self._token_ids: list[int] = []
         self.tools = call.tools if call.tool_choice == "auto" else []
         self._call = call
         self._format = _format_of(service) if self.tools else None
@@ -65,9 +87,12 @@ class ChatReply(Reply):
             self._answers[output.index] = self._new_answer()
         delta, finish_reason = self._answers[output.index].take(output)
         logprobs = chat_logprobs(self.service.tokens, output.logprobs) if output.logprobs is not None else None
+        choice = {"index": output.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        if self._turn is not None:
+            await self._keep(self._turn, choice, output)
         if not delta and logprobs is None and finish_reason is None:
             return []
-        return [{"index": output.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}]
+        return [choice]
 
     def join(self, pieces: list[Choice]) -> Choice:
         """See Reply."""
@@ -86,9 +111,18 @@ class ChatReply(Reply):
         }
 
     def extra(self) -> dict[str, Any]:
-        """Tool calls that max_tokens cut off: no content and no call, but not lost either."""
+        """The session; and tool calls that max_tokens cut off: no content and no call, but not lost either."""
         withheld = {i: answer.withheld for i, answer in sorted(self._answers.items()) if answer.withheld}
-        return {"cut_off_tool_calls": withheld} if withheld else {}
+        session = {"session": self._turn.report()} if self._turn is not None else {}
+        return session | ({"cut_off_tool_calls": withheld} if withheld else {})
+
+    async def _keep(self, turn: Turn, choice: Choice, output: Output) -> None:
+        """Put the answer into the session once it is whole, before its end is told."""
+        self._pieces.append(choice)
+        self._token_ids += output.token_ids
+        if output.finish_reason in {"stop", "length"}:
+            message = self.join(self._pieces)["message"]
+            await turn.keep({name: value for name, value in message.items() if value is not None}, self._token_ids)
 
     def _new_answer(self) -> "ChatAnswer":
         if self._format is None:

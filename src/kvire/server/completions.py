@@ -11,7 +11,7 @@ from kvire.engine.request import Output
 from kvire.server.answers import until_client_gone
 from kvire.server.reply import Choice, Reply, whole_answer
 from kvire.server.schemas import CompletionRequest, parse
-from kvire.server.service import Service, service_of
+from kvire.server.service import Service, Sharing, service_of
 from kvire.server.stream import EventStream
 from kvire.server.token_text import CompletionLogprobs
 
@@ -30,7 +30,7 @@ async def completions(request: Request) -> Response:
         room = int(params.max_tokens > 0)
         prompts = [await service.encode_prompt(prompt, room) for prompt in call.prompt]
     reply = CompletionReply(service, call, prompts)
-    answers = service.answers(reply.id, prompts, params)
+    answers = service.answers(reply.id, prompts, params, Sharing.of(request, call))
     if call.stream:
         with_usage = call.stream_options is not None and call.stream_options.include_usage
         return EventStream(answers, reply, deadline, with_usage=with_usage)

@@ -1,6 +1,6 @@
 """What Prometheus sees. Counts and times only: no text, no token, no path that a client made up."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvire.core.report import MissReason
 from kvire.engine.client import EngineClient
+from kvire.store.tiered import LevelStats, TieredStore
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TPOT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -48,6 +49,8 @@ class EngineCollector(Collector):
         yield from self._tokens()
         yield from self._cache()
         yield from self._load()
+        if self._client.engine.link is not None:
+            yield from store_metrics(self._client.engine.link.store)
 
     def _tokens(self) -> Iterator[Metric]:
         stats = self._client.engine.stats
@@ -55,9 +58,14 @@ class EngineCollector(Collector):
             "kvire_prompt_tokens", "Prompt tokens by source of their KV.", labels=["source"]
         )
         by_source.add_metric(["device"], stats.device_tokens)
+        by_source.add_metric(["memory"], stats.memory_tokens)
+        by_source.add_metric(["disk"], stats.disk_tokens)
+        by_source.add_metric(["remote"], stats.remote_tokens)
         by_source.add_metric(["computed"], stats.computed_tokens)
         yield by_source
         yield CounterMetricFamily("kvire_generated_tokens", "Tokens of answers.", stats.generated_tokens)
+        saved = "What computing the reused tokens would have taken, less what was waited for them."
+        yield GaugeMetricFamily("kvire_saved_seconds", saved, stats.saved_s)
         recomputed = "Tokens computed once more after preemptions."
         yield CounterMetricFamily("kvire_recomputed_tokens", recomputed, stats.recomputed_tokens)
         yield CounterMetricFamily("kvire_prompts", "Prompts computed.", stats.requests)
@@ -93,6 +101,57 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("kvire_queue_requests", "Requests that wait.", waiting(self._client))
         yield GaugeMetricFamily("kvire_running_sequences", "Answers in progress.", len(scheduler.running))
         yield CounterMetricFamily("kvire_preemptions", "Answers that made room for older ones.", scheduler.preemptions)
+
+
+Reading = tuple[str, str, Callable[[LevelStats], float]]  # name, help, value
+GAUGES: tuple[Reading, ...] = (
+    ("kvire_store_used_bytes", "Bytes that a tier takes.", lambda level: level.tier.used_bytes),
+    ("kvire_store_limit_bytes", "Bytes that a tier may take; 0 for no limit of ours.",
+     lambda level: level.tier.limit_bytes or 0),
+    ("kvire_store_blocks", "Blocks in a tier, where it is known.", lambda level: level.tier.blocks),
+    ("kvire_store_queue_blocks", "Blocks that wait to be written.", lambda level: level.queued_blocks),
+    ("kvire_store_queue_bytes", "Bytes that wait to be written.", lambda level: level.queued_bytes),
+    ("kvire_store_bytes_per_second", "How fast a tier gave blocks lately; a guess before the first.",
+     lambda level: level.speed.bytes_per_s),
+    ("kvire_store_latency_seconds", "How long a tier took lately to give the first block.",
+     lambda level: level.speed.latency_s),
+)  # fmt: skip
+COUNTERS: tuple[Reading, ...] = (
+    ("kvire_store_loaded_blocks", "Blocks read and verified.", lambda level: level.counts.loaded_blocks),
+    ("kvire_store_loaded_bytes", "Bytes of KV read and verified.", lambda level: level.counts.loaded_bytes),
+    ("kvire_store_load_seconds", "Time that reads took, added up over threads.", lambda level: level.counts.load_s),
+    ("kvire_store_saved_blocks", "Blocks written.", lambda level: level.counts.saved_blocks),
+    ("kvire_store_saved_bytes", "Bytes of frames written.", lambda level: level.counts.saved_bytes),
+    ("kvire_store_dropped_blocks", "Blocks not written because the buffer was full.",
+     lambda level: level.counts.dropped),
+    ("kvire_store_damaged_blocks", "Blocks that were not what was written; removed.",
+     lambda level: level.counts.damaged),
+    ("kvire_store_unavailable", "Times that a tier could not answer, or not in time.",
+     lambda level: level.counts.unavailable),
+)  # fmt: skip
+
+
+def store_metrics(store: TieredStore) -> Iterator[Metric]:
+    """What a store did, tier by tier."""
+    tiers = store.stats().levels.items()
+    for name, text, value in GAUGES:
+        gauge = GaugeMetricFamily(name, text, labels=["tier"])
+        for tier, level in tiers:
+            gauge.add_metric([tier], value(level))
+        yield gauge
+    for name, text, value in COUNTERS:
+        counter = CounterMetricFamily(name, text, labels=["tier"])
+        for tier, level in tiers:
+            counter.add_metric([tier], value(level))
+        yield counter
+    evicted = CounterMetricFamily("kvire_store_evictions", "Blocks that went from a tier.", labels=["tier", "reason"])
+    refused = CounterMetricFamily("kvire_store_refused", "Blocks that a tier did not keep.", labels=["tier", "reason"])
+    for tier, level in tiers:
+        for reason, count in sorted(level.tier.evictions.items()):
+            evicted.add_metric([tier, reason], count)
+        for reason, count in sorted(level.tier.refused.items()):
+            refused.add_metric([tier, reason], count)
+    yield from (evicted, refused)
 
 
 def waiting(client: EngineClient) -> int:

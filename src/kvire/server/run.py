@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from kvire.core.config import StoreConfig
 from kvire.core.errors import ConfigError
 from kvire.llm import LLM
 from kvire.models.progress import Progress
@@ -29,18 +30,19 @@ def serve(
     *,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
+    store: StoreConfig | None = None,
     **engine_options: Any,
 ) -> None:
     """Load a model and answer until Ctrl-C or SIGTERM.
 
-    progress: hears how far loading is. say: takes a line for people, by default to stderr.
-    engine_options: fields of EngineConfig. Without keys in the options, KVIRE_API_KEY may hold some,
-    comma-separated. Raises ConfigError (also if the port is taken, before anything is loaded),
-    ModelNotFoundError or UnsupportedModelError.
+    progress: hears how far loading is. say: takes a line for people, by default to stderr. store: where blocks are
+    kept below the pool. engine_options: fields of EngineConfig. Without keys in the options, KVIRE_API_KEY may hold
+    some, comma-separated. Raises ConfigError (also if the port is taken, before anything is loaded),
+    ModelNotFoundError, UnsupportedModelError or StoreError.
     """
     options, say = with_environment(options or ServerOptions(), os.environ), say or _to_stderr
-    with bind(options) as listener, LLM(model, progress=progress, **engine_options) as llm:
-        app = create_app(llm.client, model, options)
+    with bind(options) as listener, LLM(model, progress=progress, store=store, **engine_options) as llm:
+        app = create_app(llm.client, model, options, llm.sessions)
         server = make_server(app, options)
         for line in welcome(options, listener, app.state.service.model_name):
             say(line)

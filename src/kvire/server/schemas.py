@@ -6,12 +6,13 @@ name, since ignoring it would answer another question; so is one that nobody kno
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvire.core.errors import RequestError
 from kvire.engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
 from kvire.server.errors import ApiError
 from kvire.server.tools import MAX_TOOLS, checked_tool_choice, checked_tools
+from kvire.store.session_file import SessionError, check_name
 
 MAX_MESSAGES = 4096
 MAX_STOP_TOKENS = 1024
@@ -22,7 +23,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # as the OpenAI API has it; a chat goes on until
 # Accepted, and without effect on the answer.
 METADATA = frozenset(
     {
-        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+        "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention",
     }
 )  # fmt: skip
@@ -87,6 +88,14 @@ def _content(value: Any) -> Any:
     return value
 
 
+def _session_name(name: str) -> str:
+    try:
+        check_name(name)
+    except SessionError as error:
+        raise ValueError(str(error)) from None
+    return name
+
+
 class _Record(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
@@ -129,7 +138,11 @@ class StreamOptions(_Record):
 
 
 class SamplingFields(_Record):
-    """What chats and completions share."""
+    """What chats and completions share.
+
+    cache_salt: share KV only with requests that send the same. store: whether what is computed may be kept outside
+    the engine; what is kept is used all the same.
+    """
 
     model: str | None = None
     stream: bool = False
@@ -148,6 +161,8 @@ class SamplingFields(_Record):
     stop: Annotated[list[str], BeforeValidator(_stop_strings)] = []
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] = []
     ignore_eos: bool = False
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
+    store: bool = True
 
     def check(self) -> None:
         """Raise ApiError where fields contradict each other."""
@@ -166,7 +181,10 @@ class SamplingFields(_Record):
 
 
 class ChatRequest(SamplingFields):
-    """Body of /v1/chat/completions."""
+    """Body of /v1/chat/completions.
+
+    session: name of a chat that the server keeps; messages are then only the new ones (server/sessions.py).
+    """
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
@@ -176,10 +194,16 @@ class ChatRequest(SamplingFields):
     tool_choice: Annotated[Any, BeforeValidator(checked_tool_choice)] = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
+    session: Annotated[str, AfterValidator(_session_name)] | None = None
 
     def check(self) -> None:
         """Raise ApiError where fields contradict each other."""
         super().check()
+        if self.session is not None and self.n != 1:
+            raise ApiError(400, "a session goes on with one answer: leave out n", param="n")
+        if self.session is not None and not self.store:
+            message = "a session is stored, so store: false contradicts it; leave out one of the two"
+            raise ApiError(400, message, param="store")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         if any(k != "enable_thinking" or type(v) is not bool for k, v in self.chat_template_kwargs.items()):

@@ -4,21 +4,25 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from starlette.requests import Request as HttpRequest
 
 from kvire.engine.client import EngineClient
 from kvire.engine.request import Request, SamplingParams
-from kvire.models.chat import encode_chat
+from kvire.models.chat import ChatPrompt, continue_chat, encode_chat
 from kvire.server.answers import Answers
+from kvire.server.auth import TENANT
 from kvire.server.errors import ApiError
 from kvire.server.limits import BodyReader
 from kvire.server.metrics import Metrics
 from kvire.server.options import ServerOptions
+from kvire.server.schemas import SamplingFields
 from kvire.server.token_text import TokenText
 from kvire.server.tools import chat_template
 from kvire.server.workers import Workers
+from kvire.store.sessions import Sessions
 
 TOKENISING_THREADS = 2
 # Text of more characters than this per token of context cannot fit, unless it is mostly white space.
@@ -27,10 +31,14 @@ MAX_CHARS_PER_TOKEN = 32
 
 
 class Service:
-    """One model behind one address. client: started."""
+    """One model behind one address. client: started. sessions: None for a server that keeps none."""
 
-    def __init__(self, client: EngineClient, model_name: str, options: ServerOptions) -> None:
+    def __init__(
+        self, client: EngineClient, model_name: str, options: ServerOptions, sessions: Sessions | None = None
+    ) -> None:
         self.client = client
+        self.sessions = sessions
+        self.sessions_in_use: set[tuple[str, str]] = set()  # tenant and name
         self.model_name = model_name
         self.options = options
         self.metrics = Metrics(client, model_name)
@@ -39,7 +47,7 @@ class Service:
         self.tokens = TokenText(self.tokenizer)
         self.template = chat_template(self.tokenizer)
         self.created = int(time.time())
-        self.fingerprint = "kvire-" + client.engine.root.hex()[:16]
+        self.fingerprint = "kvire-" + client.engine.namespace.root.hex()[:16]
         # The first call settles the tokenizer's truncation and padding. Later, with threads decoding
         # beside it, changing them would fail in whichever thread came second.
         self.tokenizer("", add_special_tokens=False)
@@ -74,6 +82,19 @@ class Service:
             "messages", lambda: encode_chat(self.tokenizer, messages, tools or None, options), room=1
         )
 
+    async def continue_chat(
+        self,
+        messages: list[dict[str, Any]],
+        known: Sequence[int],
+        tools: list[dict[str, Any]],
+        options: dict[str, bool],
+    ) -> ChatPrompt:
+        """The same for a session, whose last prompt and answer had the ids `known`."""
+        self._check_chars(sum(_chars(message) for message in messages) + (len(str(tools)) if tools else 0), "session")
+        prompt = await self.workers.run(continue_chat, self.tokenizer, messages, known, tools or None, options)
+        self._check_length(len(prompt.token_ids), "session", room=1)
+        return prompt
+
     async def encode_prompt(self, prompt: str | tuple[int, ...], room: int) -> tuple[int, ...]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds to text.
 
@@ -85,12 +106,17 @@ class Service:
         self._check_chars(len(prompt), "prompt")
         return await self._encode("prompt", lambda: tuple(self.tokenizer(prompt)["input_ids"]), room)
 
-    def answers(self, reply_id: str, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Answers:
+    def answers(
+        self, reply_id: str, prompts: Sequence[tuple[int, ...]], params: SamplingParams, sharing: "Sharing"
+    ) -> Answers:
         """The prompts, ready to be submitted."""
         if len(prompts) > self.client.engine.config.max_queue:
             message = f"this server takes at most {self.client.engine.config.max_queue} prompts in one request"
             raise ApiError(400, message, param="prompt")
-        requests = [Request(f"{reply_id}-{i}", token_ids, params) for i, token_ids in enumerate(prompts)]
+        requests = [
+            Request(f"{reply_id}-{i}", ids, params, sharing.tenant, sharing.cache_salt, sharing.store)
+            for i, ids in enumerate(prompts)
+        ]
         return Answers(self.client, requests, self.metrics)
 
     async def _encode(self, param: str, encode: Callable[[], tuple[int, ...]], room: int) -> tuple[int, ...]:
@@ -107,9 +133,30 @@ class Service:
             raise _too_long(f"{param} has {length} tokens", self.max_model_len, param)
 
 
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Whose KV a request may meet, and whether its own may be kept (engine.request.Request)."""
+
+    tenant: str = ""
+    cache_salt: str = ""
+    store: bool = True
+
+    @classmethod
+    def of(cls, request: HttpRequest, call: SamplingFields) -> Self:
+        """The key's holder decides who it is; the body only narrows what is shared."""
+        salt = "" if call.cache_salt is None else call.cache_salt
+        return cls(tenant_of(request), salt, call.store)
+
+
 def new_id(prefix: str) -> str:
     """An id for an answer."""
     return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def tenant_of(request: HttpRequest) -> str:
+    """Who asks: the key's holder, or without keys the one there is."""
+    tenant: str = request.scope.get(TENANT) or ""
+    return tenant
 
 
 def service_of(request: HttpRequest) -> Service:

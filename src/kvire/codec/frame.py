@@ -1,0 +1,314 @@
+"""A frame: one block as bytes. docs/format.md has the offsets; this file is the only one that knows them.
+
+header (HEADER_BYTES) | token ids, tag | payload, tag. Nothing follows, so a frame has exactly one length. Parsing
+trusts nothing: every length is checked against the bytes that are there before anything is allocated for it.
+"""
+
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from kvire.codec import planes
+from kvire.codec.planes import RAW, Codec
+from kvire.codec.seal import (
+    CHECKSUMMED,
+    SEALED,
+    SESSION,
+    SESSION_BYTES,
+    TAG_BYTES,
+    BytesLike,
+    Checksum,
+    Guard,
+    Seal,
+    TenantKey,
+    cipher,
+)
+from kvire.core.errors import FrameDamaged, FrameForeign
+from kvire.core.keys import BlockKey
+from kvire.core.record import BlockId, BlockRecord
+
+MAGIC = b"KVIRE\x01FR"
+VERSION = 1
+RAW_PAYLOAD, PLANES_PAYLOAD = 0, 1  # codec, as the header says it
+TOKEN_IDS, PAYLOAD = 1, 2  # sections
+MAX_TOKENS = 1 << 20
+MAX_KV_BYTES = 1 << 40
+
+_LAYOUT = struct.Struct("<8sHBBHH32s32s32sIIQQ16s16sQ16s")
+HEADER_BYTES = _LAYOUT.size
+assert HEADER_BYTES == 192
+
+_CHECKSUM = Checksum()
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A header whose fields are in range; whether they are true, only the sections' tags can say.
+
+    stored_bytes: of the payload, its tag not included. session, counter: of the seal; zero without one.
+    """
+
+    version: int
+    codec: int
+    seal: int
+    group: int
+    key: bytes
+    parent: bytes
+    root: bytes
+    index: int
+    token_count: int
+    kv_bytes: int
+    stored_bytes: int
+    content: bytes
+    session: bytes
+    counter: int
+    tenant_tag: bytes
+
+    @classmethod
+    def parse(cls, frame: BytesLike) -> Self:
+        """Header of a frame, or of its first HEADER_BYTES. Raises FrameDamaged; FrameForeign for a newer version."""
+        if len(frame) < HEADER_BYTES:
+            raise FrameDamaged("length")
+        magic, version, codec, seal, group, zero, *rest = _LAYOUT.unpack_from(frame)
+        if magic != MAGIC:
+            raise FrameDamaged("magic")
+        if version > VERSION:
+            raise FrameForeign("version")
+        header = cls(version, codec, seal, group, *rest)
+        if codec > PLANES_PAYLOAD or seal > SEALED:  # somebody newer may have added one
+            raise FrameForeign("codec" if codec > PLANES_PAYLOAD else "seal")
+        if zero or not header._in_range():
+            raise FrameDamaged("header")
+        return header
+
+    def _in_range(self) -> bool:
+        shorter = self.stored_bytes < self.kv_bytes
+        return (
+            self.version == VERSION
+            and 0 < self.token_count <= MAX_TOKENS
+            and 0 < self.kv_bytes <= MAX_KV_BYTES
+            and (shorter if self.codec == PLANES_PAYLOAD else self.stored_bytes == self.kv_bytes)
+            and (self.seal == SEALED or (self.counter == 0 and not any(self.session)))
+        )
+
+    @property
+    def id(self) -> BlockId:
+        """The block's address."""
+        return BlockId(BlockKey(self.key), self.group)
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Where the payload begins."""
+        return prefix_bytes(self.token_count)
+
+    @property
+    def frame_bytes(self) -> int:
+        """Length that the whole frame has."""
+        return self.prefix_bytes + self.stored_bytes + TAG_BYTES
+
+    def stands_for(self, record: BlockRecord, tenant: TenantKey) -> bool:
+        """Whether every field is what a frame of this block says."""
+        return (
+            self.key == record.id.key
+            and self.tenant_tag == tenant.tag
+            and (self.group, self.index, self.token_count, self.kv_bytes, self.parent, self.root, self.content)
+            == (
+                record.id.group,
+                record.index,
+                len(record.token_ids),
+                record.kv_bytes,
+                record.parent,
+                record.root,
+                record.content,
+            )
+        )
+
+
+class Frames:
+    """One tier's way of writing frames; any tier reads what any other wrote. Thread-safe.
+
+    keys: a tenant's key by its name, asked anew for every frame. codec: of what is written, where it shortens it.
+    Frames are sealed iff the tenant has a secret, and only sealed ones are then read: whoever can write to the store
+    must not get in by leaving the seal away.
+    """
+
+    def __init__(self, keys: Callable[[str], TenantKey], codec: Codec = RAW) -> None:
+        self._keys = keys
+        self.codec = codec
+        self._scratch: deque[bytearray] = deque(maxlen=4)  # as many as threads that usually read at once
+
+    def frame_bytes(self, record: BlockRecord) -> int:
+        """Most bytes that `encode` writes: exactly so many without compression."""
+        return prefix_bytes(len(record.token_ids)) + record.kv_bytes + TAG_BYTES
+
+    def encode(self, record: BlockRecord, kv: memoryview, out: memoryview) -> int:
+        """Write the block's frame into `out`, at least frame_bytes(record) long; how many bytes it has."""
+        assert len(kv) == record.kv_bytes and len(out) >= self.frame_bytes(record)
+        assert 0 < len(record.token_ids) <= MAX_TOKENS and 0 < len(kv) <= MAX_KV_BYTES
+        tenant = self._keys(record.tenant)
+        compressed = planes.compress(kv, self.codec.element_bytes) if self.codec != RAW else None
+        payload = kv if compressed is None else compressed
+        session, counter = (bytes(SESSION_BYTES), 0) if tenant.secret is None else SESSION.next()
+        header = _LAYOUT.pack(
+            MAGIC,
+            VERSION,
+            RAW_PAYLOAD if compressed is None else PLANES_PAYLOAD,
+            CHECKSUMMED if tenant.secret is None else SEALED,
+            record.id.group,
+            0,
+            record.id.key,
+            record.parent,
+            record.root,
+            record.index,
+            len(record.token_ids),
+            len(kv),
+            len(payload),
+            record.content,
+            session,
+            counter,
+            tenant.tag,
+        )
+        guard: Guard = _CHECKSUM if tenant.secret is None else Seal(cipher(tenant.secret, session), counter)
+        start = prefix_bytes(len(record.token_ids))
+        end = start + len(payload) + TAG_BYTES
+        out[:HEADER_BYTES] = header
+        guard.protect(header, TOKEN_IDS, _pack_ids(record.token_ids), out[HEADER_BYTES:start])
+        guard.protect(header, PAYLOAD, payload, out[start:end])
+        return end
+
+    def reading(self, record: BlockRecord, kv_out: memoryview) -> "Reading":
+        """Begin to read one block into `kv_out`, writable and record.kv_bytes long. See Reading."""
+        assert len(kv_out) == record.kv_bytes and not kv_out.readonly
+        return Reading(self, record, self._keys(record.tenant), kv_out)
+
+    def token_ids(self, prefix: BytesLike, tenant: str) -> tuple[Header, tuple[int, ...]]:
+        """Header and token ids from a frame's first bytes, prefix_bytes(of its token count) or more; no KV needed.
+
+        Raises FrameDamaged, also for too few bytes, and FrameForeign for a frame that is not the tenant's.
+        """
+        header = Header.parse(prefix)
+        if len(prefix) < header.prefix_bytes:
+            raise FrameDamaged("length")
+        ids = _token_ids(header, memoryview(prefix), _guard(header, self._keys(tenant)))
+        return header, struct.unpack(f"<{header.token_count}i", ids)
+
+    def verify(self, frame: memoryview, tenant: str | None) -> Header:
+        """Check a whole frame as far as possible: everything with the tenant's key; with None what needs no key.
+
+        Raises FrameDamaged, and FrameForeign for a frame that is not the tenant's.
+        """
+        header = Header.parse(frame)
+        if len(frame) != header.frame_bytes:
+            raise FrameDamaged("length")
+        if header.seal == CHECKSUMMED:
+            _check_sections(header, frame, _CHECKSUM)
+        if tenant is not None:
+            guard = _guard(header, self._keys(tenant))
+            if header.seal == SEALED:
+                _check_sections(header, frame, guard)
+        return header
+
+    def take_scratch(self, size_bytes: int) -> bytearray:
+        """Memory for at least one frame so long; `give_scratch` once nobody writes to it any more."""
+        try:
+            scratch = self._scratch.pop()
+        except IndexError:
+            scratch = bytearray()
+        return scratch if len(scratch) >= size_bytes else bytearray(size_bytes)
+
+    def give_scratch(self, scratch: bytearray) -> None:
+        """Let another read use it."""
+        self._scratch.append(scratch)
+
+
+class Reading:
+    """One read of one block: a tier fills `buffers` in order, then `finish` checks what it was.
+
+    An unsealed raw frame is read straight into kv_out; anything else into scratch memory, which goes back only by
+    `finish`: after a read that failed, the tier may still be writing.
+    """
+
+    def __init__(self, frames: Frames, record: BlockRecord, tenant: TenantKey, kv_out: memoryview) -> None:
+        self._frames = frames
+        self._record = record
+        self._tenant = tenant
+        self._kv_out = kv_out
+        self._scratch: bytearray | None = None
+        start = prefix_bytes(len(record.token_ids))
+        if tenant.secret is None and frames.codec == RAW:
+            around = memoryview(bytearray(start + TAG_BYTES))
+            self.buffers = [around[:start], kv_out, around[start:]]
+        else:
+            self._scratch = frames.take_scratch(frames.frame_bytes(record))
+            self.buffers = [memoryview(self._scratch)[: frames.frame_bytes(record)]]
+
+    def finish(self, length: int) -> None:
+        """Verify the `length` bytes that were read and leave the KV in kv_out; after an error that holds anything.
+
+        Raises FrameDamaged, or FrameForeign for a sound frame that is not this block's. To be called at most once.
+        """
+        try:
+            self._finish(length)
+        finally:
+            scratch, self._scratch = self._scratch, None
+            if scratch is not None:
+                self._frames.give_scratch(scratch)
+
+    def _finish(self, length: int) -> None:
+        header = Header.parse(self.buffers[0][:length])
+        if length != header.frame_bytes:
+            raise FrameDamaged("length")
+        if not header.stands_for(self._record, self._tenant):
+            self._frames.verify(self._joined(length), self._record.tenant)
+            raise FrameForeign("block")
+        guard = _guard(header, self._tenant)
+        in_place = len(self.buffers) > 1 and header.codec == RAW_PAYLOAD
+        frame = self.buffers[0] if in_place else self._joined(length)
+        if _token_ids(header, frame, guard) != _pack_ids(self._record.token_ids):
+            raise FrameForeign("block")
+        raw_header = bytes(frame[:HEADER_BYTES])
+        if in_place:
+            _CHECKSUM.check(raw_header, PAYLOAD, self._kv_out, self.buffers[2])
+        elif header.codec == RAW_PAYLOAD:
+            guard.plain(raw_header, PAYLOAD, frame[header.prefix_bytes :], self._kv_out)
+        else:
+            planes.decompress(guard.plain(raw_header, PAYLOAD, frame[header.prefix_bytes :]), self._kv_out)
+
+    def _joined(self, length: int) -> memoryview:
+        """The frame in one piece."""
+        whole = self.buffers[0] if len(self.buffers) == 1 else memoryview(b"".join(self.buffers))
+        return whole[:length]
+
+
+def prefix_bytes(token_count: int) -> int:
+    """How much of a frame comes before its payload: header, token ids and their tag."""
+    return HEADER_BYTES + 4 * token_count + TAG_BYTES
+
+
+def _pack_ids(token_ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)
+
+
+def _guard(header: Header, tenant: TenantKey) -> Guard:
+    """What opens the frame's sections. Raises FrameForeign if this tenant must not, or cannot, read them."""
+    if header.tenant_tag != tenant.tag:
+        raise FrameForeign("sealed" if header.seal == SEALED else "tenant")
+    if header.seal == CHECKSUMMED:
+        if tenant.secret is not None:
+            raise FrameForeign("unsealed")
+        return _CHECKSUM
+    if tenant.secret is None:
+        raise FrameForeign("sealed")
+    return Seal(cipher(tenant.secret, header.session), header.counter)
+
+
+def _token_ids(header: Header, frame: memoryview, guard: Guard) -> BytesLike:
+    """Bytes of the token ids, verified. frame: prefix_bytes or more of it."""
+    return guard.plain(bytes(frame[:HEADER_BYTES]), TOKEN_IDS, frame[HEADER_BYTES : header.prefix_bytes])
+
+
+def _check_sections(header: Header, frame: memoryview, guard: Guard) -> None:
+    _token_ids(header, frame, guard)
+    guard.plain(bytes(frame[:HEADER_BYTES]), PAYLOAD, frame[header.prefix_bytes :])

@@ -1,0 +1,110 @@
+"""One reservation of memory, handed out in extents: a hard limit that no mix of sizes can fragment.
+
+What is asked for comes in one piece where there is one, else in several, so it is there whenever enough bytes are
+free. The kernel gives pages as they are first written, huge ones where it can. Not thread-safe; copies may run beside
+each other as long as nobody gives back what is being copied.
+"""
+
+import contextlib
+import mmap
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from kvire.core.errors import StoreError
+
+UNIT_BYTES = 4096  # extents start and end at multiples: few, long ones are left over when sizes mix
+SCANNED_EXTENTS = 64  # free extents looked at for one that is long enough, before several are taken
+# Copies at least this long let other threads run meanwhile. Shorter ones end before another thread would have woken.
+LONG_COPY_BYTES = 1 << 20
+
+
+class Extent(NamedTuple):
+    """A run of bytes of the arena."""
+
+    start: int
+    length: int
+
+
+class Arena:
+    """capacity_bytes of memory, rounded down to whole units. Raises StoreError if the system refuses them."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = self.free_bytes = capacity_bytes // UNIT_BYTES * UNIT_BYTES
+        self._free = [Extent(0, self.capacity_bytes)] if self.capacity_bytes else []  # by start; neighbours are merged
+        try:
+            pages = mmap.mmap(-1, max(self.capacity_bytes, UNIT_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise StoreError(f"cannot reserve {capacity_bytes:,} bytes of memory: {error}; ask for less") from error
+        with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages, or not Linux
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        self._view = memoryview(pages)  # the mapping goes when the last view of it does
+
+    @staticmethod
+    def rounded(size_bytes: int) -> int:
+        """What `take(size_bytes)` takes."""
+        return -(-size_bytes // UNIT_BYTES) * UNIT_BYTES
+
+    def take(self, size_bytes: int) -> list[Extent] | None:
+        """Extents of together at least `size_bytes` > 0, or None and no change if so much is not free."""
+        missing = self.rounded(size_bytes)
+        if missing > self.free_bytes:
+            return None
+        self.free_bytes -= missing
+        for place, (start, length) in enumerate(islice(self._free, SCANNED_EXTENTS)):
+            if length >= missing:
+                self._free[place : place + 1] = [Extent(start + missing, length - missing)] if length > missing else []
+                return [Extent(start, missing)]
+        extents = []
+        while missing:
+            start, length = self._free.pop()
+            if length > missing:
+                self._free.append(Extent(start, length - missing))
+                start, length = start + length - missing, missing
+            extents.append(Extent(start, length))
+            missing -= length
+        return extents
+
+    def give_back(self, extents: Sequence[Extent]) -> None:
+        """These may be handed out again."""
+        for start, length in extents:
+            self.free_bytes += length
+            place = bisect_left(self._free, (start, 0))
+            first, end = start, start + length
+            if place < len(self._free) and self._free[place].start == end:
+                end += self._free.pop(place).length
+            if place and sum(self._free[place - 1]) == start:
+                first = self._free.pop(place - 1).start
+            insort(self._free, Extent(first, end - first))
+
+    def write(self, extents: Sequence[Extent], source: memoryview) -> None:
+        """Copy `source` into the extents."""
+        offset = 0
+        for start, length in extents:
+            count = min(length, len(source) - offset)
+            self._copy(self._view[start : start + count], source[offset : offset + count])
+            offset += count
+
+    def read(self, extents: Sequence[Extent], size_bytes: int, targets: Sequence[memoryview]) -> None:
+        """Copy the first `size_bytes` of the extents into the targets, which have room for them, in order."""
+        pieces = iter(extents)
+        position, left = 0, 0
+        for target in targets:
+            offset = 0
+            while offset < len(target) and size_bytes:
+                if not left:
+                    position, left = next(pieces)
+                count = min(left, len(target) - offset, size_bytes)
+                self._copy(target[offset : offset + count], self._view[position : position + count])
+                position, left = position + count, left - count
+                offset, size_bytes = offset + count, size_bytes - count
+
+    @staticmethod
+    def _copy(target: memoryview, source: memoryview) -> None:
+        if len(target) >= LONG_COPY_BYTES:
+            np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+        else:
+            target[:] = source

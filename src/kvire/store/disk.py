@@ -1,0 +1,295 @@
+"""The disk tier: frames in a folder that several processes share, within a limit that holds at every moment.
+
+Read on: disk_room.py (who gets which slot), disk_segments.py (slots), disk_index.py (which block lies where),
+disk_folder.py (one opened folder), disk_access.py (what happens when it fails), disk_upkeep.py (the thread beside).
+
+A write claims a slot in the index, fills it, and enters the block: at no moment does the index name a slot that is not
+wholly written. Whoever dies in between leaves a claim that others free. Nothing is synced before a write returns: a
+loss of power may cost the last blocks, never give wrong ones, since each frame carries its checksum.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+from kvire.core.errors import BlockMissing, ConfigError, FrameDamaged, TierUnavailable
+from kvire.core.keys import BlockKey
+from kvire.core.record import BlockId, BlockRecord
+from kvire.store.disk_access import ERRORS, DiskAccess
+from kvire.store.disk_folder import DiskFolder
+from kvire.store.disk_index import MOST_NAMESPACE_BYTES, MOST_NAMESPACES, Place
+from kvire.store.disk_leftovers import leftovers
+from kvire.store.disk_listing import TenantUse, counted, entries
+from kvire.store.disk_prefetch import Prefetcher
+from kvire.store.disk_room import MIN_CAPACITY_BYTES, Evicted
+from kvire.store.disk_segments import Head, slot_bytes_for
+from kvire.store.disk_upkeep import Touches, Upkeep, overwrite_free, remove_rows, vanished
+from kvire.store.disk_writer import DiskWriter
+from kvire.store.files import Files
+from kvire.store.tier import Buffer, Entry, TierKind, TierStats
+
+LOOKS = 3  # at a block that is replaced while it is read
+TAG_BYTES = 16
+AT_ONCE = 32  # blocks changed in one transaction: what a small journal takes, and others do not wait for
+KEPT_WHEN_CLEARED = ("settings", "written", "namespaces")
+
+
+class DiskTier:
+    """Tier in the folder at `path`; everything of the tier protocol, and what a listing or an explanation asks.
+
+    capacity_bytes: what `du` of the folder says at most, for all processes that share it: the last one that gives a
+    limit sets it; None takes what the folder has. At least MIN_CAPACITY_BYTES. writes_per_day_bytes: of all processes;
+    None: no limit. files, wall, elapsed: the system, replaced in tests. Nothing is opened before the first call.
+    """
+
+    kind = TierKind.DISK
+    local = True
+
+    def __init__(
+        self,
+        path: Path | str,
+        capacity_bytes: int | None = None,
+        *,
+        name: str = "disk",
+        writes_per_day_bytes: int | None = None,
+        files: Files | None = None,
+        wall: Callable[[], float] = time.time,
+        elapsed: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if capacity_bytes is not None and capacity_bytes < MIN_CAPACITY_BYTES:
+            raise ConfigError(
+                f"a disk tier of {capacity_bytes:,} bytes is too small: it takes at least {MIN_CAPACITY_BYTES:,}, "
+                "of which the index and its journal need about a third"
+            )
+        self.name = name
+        self._evicted = Evicted()
+        self._touches = Touches()
+        self._access = DiskAccess(Path(path), capacity_bytes, files or Files(), wall, elapsed)
+        self._prefetcher = Prefetcher(self._access)
+        self._writer = DiskWriter(self._evicted, writes_per_day_bytes, elapsed)
+        self._upkeep = Upkeep(self._access, self._touches, self._writer, self._evicted)
+        self._stats = TierStats(limit_bytes=capacity_bytes)
+        self._lock = threading.Lock()
+        self._found: dict[BlockId, Place] = {}  # where the last look found blocks; a slot's head says if it is so still
+
+    def open(self) -> Self:
+        """Open the folder now, making what is missing. Raises StoreError if this is no place for a store."""
+        self._access.open()
+        self._upkeep.start()
+        return self
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def degraded(self) -> str:
+        """What the last call that failed said, while no later one of its kind succeeded; else empty."""
+        return self._access.writing.error or self._access.reading.error
+
+    def held(self, ids: Sequence[BlockId], timeout_s: float | None = None) -> list[bool]:  # noqa: ARG002
+        """See Tier."""
+        self._upkeep.start()
+        with self._access.reads() as folder:
+            places = {} if folder is None else folder.index.places(ids, self._access.now())
+            held = [block_id in places for block_id in ids]
+            self._found = places  # likely to be read next
+            return held
+
+    def read(self, block_id: BlockId, buffers: Sequence[Buffer], timeout_s: float | None = None) -> int:  # noqa: ARG002
+        """See Tier."""
+        return self._read(block_id, buffers, whole=True)
+
+    def peek(self, block_id: BlockId, buffer: Buffer) -> int:
+        """Fill `buffer` with the first bytes of the block's frame; how many. Errors as in `read`."""
+        return self._read(block_id, [buffer], whole=False)
+
+    def write(self, record: BlockRecord, frame: Buffer, tenant_tag: bytes, *, ttl_s: float | None = None) -> bool:
+        """See Tier."""
+        assert len(tenant_tag) == TAG_BYTES
+        self._upkeep.start()
+        slot_bytes = slot_bytes_for(len(frame))
+        try:
+            with self._access.writes() as folder:
+                self._touches.flush(folder)
+                head = Head(
+                    record.id.key, record.id.group, record.parent, record.root, tenant_tag, record.content,
+                    record.index, len(frame), self._access.now(), ttl_s,
+                )  # fmt: skip
+                refused = self._writer.write(folder, slot_bytes, head, frame)
+                self._found.pop(record.id, None)
+        except TierUnavailable:
+            self._refuse("unavailable")
+            raise
+        if refused is not None:
+            self._refuse(refused)
+            return False
+        with self._lock:
+            self._stats.writes += 1
+            self._stats.written_bytes += len(frame)
+        return True
+
+    def touch(self, ids: Sequence[BlockId]) -> None:
+        """See Tier. Written down within a second; a crash before that loses it."""
+        self._touches.add(ids, self._access.now())
+
+    def prefetch(self, ids: Sequence[BlockId]) -> None:
+        """These will be read soon, in this order: the kernel fetches them in the background. Never raises or waits."""
+        self._prefetcher.add(ids)
+
+    def delete(self, ids: Sequence[BlockId], reason: str) -> int:
+        """See Tier. What is "forgotten" is also overwritten."""
+        query = "SELECT slot, slot_bytes, frame_bytes, tenant FROM blocks WHERE key = ? AND grp = ?"
+        count = 0
+        with self._access.changes() as folder:
+            for start in range(0, len(ids) if folder else 0, AT_ONCE):
+                assert folder is not None
+                with folder.room(self._evicted) as room:
+                    for block_id in ids[start : start + AT_ONCE]:
+                        count += remove_rows(folder, room, query, block_id, reason)
+        return count
+
+    def delete_tenant(self, tenant_tag: bytes) -> int:
+        """See Tier. The blocks are overwritten."""
+        query = "SELECT slot, slot_bytes, frame_bytes, tenant FROM blocks WHERE slot_bytes = ? AND tenant = ? LIMIT ?"
+        count = 0
+        with self._access.changes() as folder:
+            if folder is None:
+                return 0
+            for (slot_bytes,) in folder.index.query("SELECT DISTINCT slot_bytes FROM segments"):
+                removed = 1
+                while removed:
+                    with folder.room(self._evicted) as room:
+                        removed = remove_rows(folder, room, query, (slot_bytes, tenant_tag, AT_ONCE), "forgotten")
+                    count += removed
+            overwrite_free(folder, AT_ONCE)
+        return count
+
+    def clear(self) -> int:
+        """See Tier. Pins go too; the limit and the names of namespaces stay."""
+        with self._access.changes() as folder:
+            if folder is None:
+                return 0
+            rows = folder.index.query("SELECT tag, blocks FROM tenants")
+            folder.clear(keep=KEPT_WHEN_CLEARED)
+        for tag, blocks in rows:
+            self._evicted.add("forgotten", tag, blocks)
+        return sum(blocks for _, blocks in rows)
+
+    def pin(self, ids: Sequence[BlockId], *, pinned: bool) -> int:
+        """See Tier."""
+        count = 0
+        with self._access.changes() as folder:
+            for start in range(0, len(ids) if folder else 0, AT_ONCE):
+                assert folder is not None
+                with folder.index.transaction() as run:
+                    for block_id in ids[start : start + AT_ONCE]:
+                        count += bool(run("SELECT 1 FROM blocks WHERE key = ? AND grp = ?", *block_id))
+                        run("UPDATE blocks SET pinned = ? WHERE key = ? AND grp = ?", pinned, *block_id)
+        return count
+
+    def entries(self) -> Iterator[Entry]:
+        """See Tier."""
+        return entries(self._access)
+
+    def children(self, parent: BlockKey, group: int, limit: int) -> list[BlockId]:
+        """The newest blocks below `parent` (a block's key or a root). Raises TierUnavailable."""
+        query = "SELECT key FROM blocks WHERE parent = ? AND grp = ? ORDER BY created DESC LIMIT ?"
+        return [BlockId(BlockKey(key), group) for (key,) in self._ask(query, parent, group, limit)]
+
+    def roots_of(self, content: bytes) -> list[BlockKey]:
+        """Namespaces under which the same tokens are stored. Raises TierUnavailable."""
+        return [BlockKey(root) for (root,) in self._ask("SELECT DISTINCT root FROM blocks WHERE content = ?", content)]
+
+    def note_namespace(self, root: BlockKey, fields: Mapping[str, str]) -> None:
+        """Remember what a root stands for; the last MOST_NAMESPACES are kept. Raises TierUnavailable."""
+        text = json.dumps(dict(fields), sort_keys=True)
+        if len(text) > MOST_NAMESPACE_BYTES:
+            raise ValueError(f"the fields of a namespace take {len(text)} bytes, more than {MOST_NAMESPACE_BYTES}")
+        with self._access.writes() as folder, folder.index.transaction() as run:
+            run("INSERT OR REPLACE INTO namespaces VALUES (?, ?, ?)", root, text, self._access.now())
+            run(
+                "DELETE FROM namespaces WHERE root NOT IN (SELECT root FROM namespaces ORDER BY noted DESC LIMIT ?)",
+                MOST_NAMESPACES,
+            )
+
+    def namespaces(self) -> dict[BlockKey, dict[str, str]]:
+        """What was noted. Raises TierUnavailable."""
+        return {BlockKey(root): json.loads(text) for root, text in self._ask("SELECT root, fields FROM namespaces")}
+
+    def tenants(self) -> dict[bytes, TenantUse]:
+        """What each tenant takes, by its tag; evictions: by this process. Raises TierUnavailable."""
+        rows = self._ask("SELECT tag, bytes, blocks FROM tenants")
+        evicted = self._evicted.tenants
+        use = {tag: TenantUse(0, 0, count) for tag, count in evicted.items()}
+        return use | {tag: TenantUse(size, blocks, evicted[tag]) for tag, size, blocks in rows}
+
+    def leftovers(self, *, free: bool) -> int:
+        """Bytes that ended processes had claimed and left; free: give them back now. Raises TierUnavailable."""
+        return leftovers(self._access, self._evicted, free=free)
+
+    def stats(self) -> TierStats:
+        """See Tier. What other processes wrote is seen within a second."""
+        with self._lock:
+            counted(self._access, self._stats, self._evicted)
+            return replace(self._stats, refused=dict(self._stats.refused))
+
+    def close(self) -> None:
+        """See Tier."""
+        self._prefetcher.close()
+        self._upkeep.close()
+        self._access.close()
+
+    def _read(self, block_id: BlockId, buffers: Sequence[Buffer], *, whole: bool) -> int:
+        with self._access.reads() as folder:
+            for _ in range(LOOKS if folder is not None else 0):
+                assert folder is not None
+                place = self._found.pop(block_id, None) or folder.index.place(block_id, self._access.now())
+                if place is None:
+                    break
+                wanted = _first(buffers, place.frame_bytes)
+                size = sum(map(len, wanted))
+                if whole and size < place.frame_bytes:
+                    raise FrameDamaged("length")
+                try:
+                    head, got = folder.segments.read(place.slot, place.slot_bytes, wanted)
+                except FileNotFoundError:
+                    head, got = None, 0
+                if head is not None and head.id == block_id and head.frame_bytes == place.frame_bytes and got >= size:
+                    with self._lock:
+                        self._stats.reads += 1
+                        self._stats.read_bytes += size
+                    return size
+                self._not_there(folder, block_id, place)
+        raise BlockMissing(f"{self.name} does not hold the block")
+
+    def _not_there(self, folder: DiskFolder, block_id: BlockId, place: Place) -> None:
+        """The slot does not hold the block: it moved while it was read, or its file is gone or was written over."""
+        with suppress(*ERRORS), folder.room(self._evicted) as room:
+            if room.run("SELECT 1 FROM blocks WHERE slot = ? AND key = ? AND grp = ?", place.slot, *block_id):
+                vanished(folder, room, place.slot, place.slot_bytes)
+
+    def _ask(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
+        with self._access.reads() as folder:
+            return [] if folder is None else folder.index.query(sql, *values)
+
+    def _refuse(self, reason: str) -> None:
+        with self._lock:
+            self._stats.refused[reason] = self._stats.refused.get(reason, 0) + 1
+
+
+def _first(buffers: Sequence[Buffer], count: int) -> list[Buffer]:
+    """The first `count` bytes of the buffers."""
+    wanted = []
+    for buffer in buffers:
+        if count > 0:
+            wanted.append(buffer[:count])
+        count -= len(buffer)
+    return wanted

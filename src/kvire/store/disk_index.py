@@ -1,0 +1,270 @@
+"""The index of a disk tier: an SQLite file that says which block lies in which slot, shared by several processes.
+
+Readers never wait for writers (WAL). One transaction at a time writes, in all processes together; each is small, so
+that nobody waits long and the journal stays within its share of the limit. SQLite's own locks hold on one machine
+only: a folder on a network file system cannot be shared between machines.
+"""
+# ruff: noqa: S608 - nothing but numbers and names of ours is put into a statement's text
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from kvire.core.errors import StoreError
+from kvire.core.record import BlockId
+from kvire.store.disk_segments import SLOT_BITS
+from kvire.store.files import Files
+
+FORMAT = 1  # of the tables and of the slots; PRAGMA user_version
+PAGE_BYTES = 4096
+# What the index takes at most per slot, and besides; measured: at most 520 bytes of a full tier (docs/adr/0013).
+SLOT_INDEX_BYTES = 704
+BASE_INDEX_BYTES = 320 * 1024
+SHARED_MEMORY_BYTES = 64 * 1024  # index.db-shm for the largest journal
+DIRTY_PAGES_PER_ROW = 4  # a block's row and its places in the indexes that are ordered by digests
+MOST_NAMESPACES, MOST_NAMESPACE_BYTES = 32, 4096
+BUSY_TIMEOUT_S = 5.0
+MOST_ASKED = 400  # ids in one query: SQLite of 2019 takes 999 values
+
+READY, MAKING, SCANNING, GONE = range(4)  # states of a segment
+
+SCHEMA = f"""
+CREATE TABLE settings (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+-- fresh: first place that was never used; scanned: places looked at while SCANNING; used: of its newest block.
+CREATE TABLE segments (id INTEGER PRIMARY KEY AUTOINCREMENT, slot_bytes INTEGER NOT NULL, slots INTEGER NOT NULL,
+    state INTEGER NOT NULL, owner INTEGER NOT NULL, fresh INTEGER NOT NULL, scanned INTEGER NOT NULL,
+    used REAL NOT NULL, unsynced INTEGER NOT NULL DEFAULT 0);
+CREATE INDEX by_state ON segments (state) WHERE state != {READY};
+-- Three tables share out the slots that were ever used: nobody's, somebody's who writes, and those with a block.
+CREATE TABLE free (slot INTEGER PRIMARY KEY, slot_bytes INTEGER NOT NULL);
+CREATE INDEX free_by_size ON free (slot_bytes);
+CREATE TABLE claims (slot INTEGER PRIMARY KEY, slot_bytes INTEGER NOT NULL, owner INTEGER NOT NULL);
+CREATE TABLE blocks (slot INTEGER PRIMARY KEY, slot_bytes INTEGER NOT NULL, key BLOB NOT NULL, grp INTEGER NOT NULL,
+    parent BLOB NOT NULL, root BLOB NOT NULL, tenant BLOB NOT NULL, place INTEGER NOT NULL,
+    frame_bytes INTEGER NOT NULL, content BLOB NOT NULL, created REAL NOT NULL, used REAL NOT NULL, ttl_s REAL,
+    expires REAL, pinned INTEGER NOT NULL DEFAULT 0);
+-- What a lookup asks, so that it reads no row; whoever enters a block takes out what had its key.
+CREATE INDEX by_key ON blocks (key, grp, slot_bytes, frame_bytes, expires, pinned);
+CREATE INDEX by_parent ON blocks (parent, created);
+CREATE INDEX by_content ON blocks (content);
+CREATE INDEX by_age ON blocks (slot_bytes, tenant, pinned, used, place DESC);
+CREATE INDEX by_expiry ON blocks (expires) WHERE expires IS NOT NULL;
+CREATE TABLE tenants (tag BLOB PRIMARY KEY, bytes INTEGER NOT NULL, blocks INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE namespaces (root BLOB PRIMARY KEY, fields TEXT NOT NULL, noted REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE written (day INTEGER PRIMARY KEY, bytes INTEGER NOT NULL);
+CREATE TRIGGER block_came AFTER INSERT ON blocks BEGIN
+    INSERT INTO tenants VALUES (new.tenant, new.slot_bytes, 1)
+        ON CONFLICT (tag) DO UPDATE SET bytes = bytes + new.slot_bytes, blocks = blocks + 1;
+END;
+CREATE TRIGGER block_went AFTER DELETE ON blocks BEGIN
+    UPDATE tenants SET bytes = bytes - old.slot_bytes, blocks = blocks - 1 WHERE tag = old.tenant;
+    DELETE FROM tenants WHERE tag = old.tenant AND blocks = 0;
+    INSERT INTO free SELECT old.slot, old.slot_bytes
+        WHERE EXISTS (SELECT 1 FROM segments WHERE id = old.slot >> 20 AND state != {GONE});
+END;
+PRAGMA user_version = {FORMAT};
+"""
+
+Run = Callable[..., list[tuple[Any, ...]]]  # run(sql, *values) -> rows
+
+
+class IndexDamagedError(Exception):
+    """The index cannot be read as one: it has to be made again from the segments."""
+
+
+class JournalFullError(Exception):
+    """The journal has no room for another transaction: somebody reads for long, or the disk is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a block lies."""
+
+    slot: int
+    slot_bytes: int
+    frame_bytes: int
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether an error says that the file is no good, rather than busy, full or out of reach."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return isinstance(error, IndexDamagedError) or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+class DiskIndex:
+    """Connections to one index file: one that writes, and as many that read as there are threads reading.
+
+    journal_bytes: what its journal may take. identity: which file it is; another one may lie there later.
+    """
+
+    def __init__(self, files: Files, path: Path, journal_bytes: int) -> None:
+        self.path = path
+        self.journal_bytes = journal_bytes
+        self.rows_at_once = max(32, journal_bytes // 2 // (DIRTY_PAGES_PER_ROW * PAGE_BYTES))  # of one transaction
+        self.identity = files.identity(path)
+        self.lock = RLock()  # held by the thread of this process that writes
+        self._files = files
+        self._journal = path.with_name(path.name + "-wal")
+        self._idle: list[sqlite3.Connection] = []
+        self._broken = False
+        self._writer = self._connect()
+        try:
+            self._prepare()
+        except BaseException:
+            self._writer.close()
+            raise
+
+    def query(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Rows of one reading statement."""
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._connect()
+        try:
+            rows = self._files.execute(connection, sql, values)
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.append(connection)
+        return rows
+
+    @contextmanager
+    def transaction(self) -> Iterator[Run]:
+        """All statements or none. Raises JournalFullError before it begins."""
+        with self.lock:
+            self._keep_journal_small()
+            try:
+                self._run("BEGIN IMMEDIATE")
+                yield self._run
+                self._run("COMMIT")
+            except BaseException:
+                self._abandon()
+                raise
+
+    def run_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
+        """One statement for many rows, inside a transaction."""
+        self._files.execute_many(self._writer, sql, rows)
+
+    def checkpoint(self, *, truncate: bool = False) -> None:
+        """Move the journal into the index, as far as no reader needs it."""
+        with self.lock:
+            self._run(f"PRAGMA wal_checkpoint({'TRUNCATE' if truncate else 'PASSIVE'})")
+
+    def needs_checkpoint(self) -> bool:
+        """Whether the journal has grown so far that it should be moved soon."""
+        return self._files.size(self._journal) > self.journal_bytes // 4
+
+    def current(self) -> bool:
+        """Whether this index still is the one that lies at its path, and can be written as far as is known."""
+        try:
+            return not self._broken and self._files.identity(self.path) == self.identity
+        except FileNotFoundError:
+            return False
+
+    def place(self, block_id: BlockId, now: float) -> Place | None:
+        """Where a block lies."""
+        rows = self.query(
+            "SELECT slot, slot_bytes, frame_bytes FROM blocks WHERE key = ? AND grp = ? AND "
+            "(expires IS NULL OR expires > ? OR pinned)",
+            *block_id,
+            now,
+        )
+        return Place(*rows[0]) if rows else None
+
+    def places(self, ids: Sequence[BlockId], now: float) -> dict[BlockId, Place]:
+        """Where those of the blocks lie that are here."""
+        found: dict[BlockId, Place] = {}
+        rows = self.query(f"SELECT id FROM segments WHERE state != {READY} AND state = {GONE}")
+        gone = {segment for (segment,) in rows}
+        for start in range(0, len(ids), MOST_ASKED):
+            asked = ids[start : start + MOST_ASKED]
+            wanted = set(asked)
+            rows = self.query(
+                "SELECT key, grp, slot, slot_bytes, frame_bytes FROM blocks "
+                f"WHERE key IN ({', '.join('?' * len(asked))}) AND (expires IS NULL OR expires > ? OR pinned)",
+                *(key for key, _ in asked),
+                now,
+            )
+            for key, group, *place in rows:
+                if (block_id := BlockId(key, group)) in wanted and place[0] >> SLOT_BITS not in gone:
+                    found[block_id] = Place(*place)
+        return found
+
+    def warm(self) -> None:
+        """Read what lookups read, so that the first ones need not wait for the disk."""
+        self.query("SELECT count(*) FROM blocks INDEXED BY by_key WHERE key >= x''")
+
+    def retire(self) -> None:
+        """Close every connection. Nobody may use it any more."""
+        while self._idle:
+            self._idle.pop().close()
+        self._writer.close()
+
+    def _run(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        return self._files.execute(self._writer, sql, values)
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = self._files.connect(self.path, BUSY_TIMEOUT_S)
+        try:
+            for pragma in ("mmap_size = 0", "temp_store = MEMORY", "synchronous = NORMAL", "wal_autocheckpoint = 0"):
+                self._files.execute(connection, f"PRAGMA {pragma}")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _prepare(self) -> None:
+        """Make the tables in an empty file; refuse those of another format."""
+        try:
+            [(version,)] = self._run("PRAGMA user_version")
+            if version == 0 and not self._run("SELECT 1 FROM sqlite_master LIMIT 1"):
+                self._run(f"PRAGMA page_size = {PAGE_BYTES}")
+                self._run("PRAGMA journal_mode = WAL")
+                with self.transaction() as run:
+                    for statement in statements(SCHEMA):
+                        run(statement)
+                return
+        except sqlite3.DatabaseError as error:
+            if is_damage(error):
+                raise IndexDamagedError from error
+            raise
+        if version != FORMAT:
+            raise StoreError(
+                f"{self.path} was written by another version of Kvire (format {version}, this one has {FORMAT}): "
+                "choose another folder, or delete this one"
+            )
+
+    def _keep_journal_small(self) -> None:
+        """Half of what the journal may take is for the transaction that comes."""
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        while self._files.size(self._journal) > self.journal_bytes // 2:
+            self.checkpoint(truncate=True)  # does nothing while another process is at it
+            if self._files.size(self._journal) > self.journal_bytes // 2:
+                if time.monotonic() > deadline:
+                    raise JournalFullError(f"the journal of {self.path} cannot be emptied now")
+                time.sleep(0.002)
+
+    def _abandon(self) -> None:
+        """After an error: end the transaction; a connection that cannot is of no use any more."""
+        try:
+            if self._writer.in_transaction:
+                self._run("ROLLBACK")
+        except (sqlite3.Error, OSError):
+            self._broken = True
+            with suppress(sqlite3.Error):
+                self._writer.close()  # rolls back
+
+
+def statements(script: str) -> Iterator[str]:
+    """The statements of a script, one by one, so that all of them are in one transaction."""
+    pending = ""
+    for line in script.strip().splitlines():
+        pending += line + "\n"
+        if sqlite3.complete_statement(pending):
+            yield pending
+            pending = ""

@@ -1,0 +1,96 @@
+"""How a block gets into a disk tier: claim a slot, fill it, enter it. Each step leaves what others can clean up."""
+
+import sqlite3
+from collections.abc import Callable
+
+from kvire.store.disk_folder import DiskFolder
+from kvire.store.disk_index import MAKING, READY, JournalFullError, Run
+from kvire.store.disk_room import Evicted, Segment
+from kvire.store.disk_segments import Head
+from kvire.store.files import NO_SPACE
+
+DAY_S = 86_400
+GROW_AGAIN_AFTER_S = 2.0
+
+
+class DiskWriter:
+    """The writing side of one tier. Thread-safe. writes_per_day_bytes: of all processes together; None: no limit."""
+
+    def __init__(self, evicted: Evicted, writes_per_day_bytes: int | None, elapsed: Callable[[], float]) -> None:
+        self._evicted = evicted
+        self._writes_per_day_bytes = writes_per_day_bytes
+        self._elapsed = elapsed
+        self._grow_from = 0.0
+        self._owed: list[tuple[DiskFolder, int | Segment, int]] = []
+
+    def settle(self, folder: DiskFolder) -> None:
+        """Give back what could not be given back when a write failed."""
+        owed, self._owed = self._owed, []
+        for debt in owed:
+            if debt[0] is folder:
+                self._give_back(*debt)
+
+    def write(self, folder: DiskFolder, slot_bytes: int, head: Head, frame: memoryview) -> str | None:
+        """Keep the frame; None, or why it is not kept. Raises OSError, sqlite3.Error."""
+        slot = self._claim(folder, slot_bytes, head)
+        if isinstance(slot, str):
+            return slot
+        try:
+            folder.segments.write(slot, slot_bytes, head, frame)
+            with folder.room(self._evicted) as room:
+                old = room.keep(slot, slot_bytes, head)
+        except BaseException as error:
+            self._give_back(folder, slot, slot_bytes)
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
+                return "full"  # a file system that shares or compresses blocks, and is full of others' files
+            if isinstance(error, FileNotFoundError):
+                return "unavailable"  # its segment was removed just now
+            raise
+        for each in old or ():
+            self._give_back(folder, each.slot, each.slot_bytes)
+        return "unavailable" if old is None else None
+
+    def _claim(self, folder: DiskFolder, slot_bytes: int, head: Head) -> int | str:
+        while True:
+            with folder.room(self._evicted, may_grow=self._elapsed() >= self._grow_from) as room:
+                limit = self._writes_per_day_bytes
+                if limit is not None and self._written_today(room.run, head.created) + slot_bytes > limit:
+                    return "wear"
+                claimed = room.claim(slot_bytes, head.tenant_tag, head.created)
+                if limit is not None and isinstance(claimed, int):
+                    room.run("UPDATE written SET bytes = bytes + ?", slot_bytes)
+            if not isinstance(claimed, Segment):
+                return claimed
+            if not self._make(folder, claimed):
+                self._grow_from = self._elapsed() + GROW_AGAIN_AFTER_S
+
+    def _make(self, folder: DiskFolder, segment: Segment) -> bool:
+        """Make the file of a segment that the index already counts; False if the file system has no room for it."""
+        try:
+            folder.segments.make(segment.id, segment.slot_bytes, segment.slots)
+            with folder.index.transaction() as run:
+                run("UPDATE segments SET state = ? WHERE id = ? AND state = ?", READY, segment.id, MAKING)
+        except (OSError, sqlite3.Error, JournalFullError) as error:
+            self._give_back(folder, segment, segment.slot_bytes)
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
+                return False
+            raise
+        return True
+
+    def _give_back(self, folder: DiskFolder, claimed: int | Segment, slot_bytes: int) -> None:
+        try:
+            with folder.room(self._evicted) as room:
+                if isinstance(claimed, Segment):
+                    room.drop(claimed)
+                else:
+                    room.free(claimed, slot_bytes)
+        except (OSError, sqlite3.Error, JournalFullError):
+            self._owed.append((folder, claimed, slot_bytes))
+
+    def _written_today(self, run: Run, now: float) -> int:
+        """Bytes that all processes wrote since midnight, UTC."""
+        day = int(now // DAY_S)
+        run("DELETE FROM written WHERE day != ?", day)
+        run("INSERT OR IGNORE INTO written VALUES (?, 0)", day)
+        [(written,)] = run("SELECT bytes FROM written")
+        return int(written)

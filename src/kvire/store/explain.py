@@ -1,0 +1,277 @@
+"""Why a block was not there: worked out beside the engine, for people. Only ever about the asking tenant's own data."""
+
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol, Self, runtime_checkable
+
+from kvire.codec.frame import prefix_bytes
+from kvire.core.errors import BlockMissing, FrameDamaged, FrameForeign, StoreError, TierUnavailable
+from kvire.core.keys import BlockKey
+from kvire.core.record import BlockId, BlockRecord
+from kvire.store.level import Level
+from kvire.store.ticket import Failure, FailureReason
+from kvire.store.tier import Buffer
+
+COMPARED_CONTENTS = 64  # blocks may be so many times larger under another namespace
+COMPARED_CHILDREN = 16  # of a parent, the newest ones: the likeliest relatives of what is asked now
+REMEMBERED_IDS = 1 << 16  # stored once, to tell "evicted" from "never stored"
+QUEUED_QUERIES = 256
+HEAD_BYTES = prefix_bytes(1024)  # of a frame: up to the end of its token ids, in the largest blocks there are
+HIDDEN_FIELDS = frozenset({"salt"})  # of a namespace: whose it is, not what it is
+
+log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Related(Protocol):
+    """A tier that finds blocks by what they have to do with another one. All raise TierUnavailable."""
+
+    def children(self, parent: BlockKey, group: int, limit: int) -> list[BlockId]:
+        """The newest blocks below `parent` (a block's key or a root), at most `limit`."""
+
+    def roots_of(self, content: bytes) -> list[BlockKey]:
+        """Namespaces under which the same tokens (BlockRecord.content) are stored."""
+
+    def peek(self, block_id: BlockId, buffer: Buffer) -> int:
+        """Fill `buffer` with the first bytes of the block's frame; how many. Raises BlockMissing, too."""
+
+
+@runtime_checkable
+class Noting(Protocol):
+    """A tier that remembers namespaces beside the blocks. Both raise TierUnavailable."""
+
+    def note_namespace(self, root: BlockKey, fields: Mapping[str, str]) -> None:
+        """fields: of a namespace, without its salt."""
+
+    def namespaces(self) -> dict[BlockKey, dict[str, str]]:
+        """What was noted, perhaps long ago, by another process."""
+
+
+class StoreMiss(StrEnum):
+    """Why the store did not have a block. OTHER_NAMESPACE: the same tokens are there, computed otherwise."""
+
+    NEVER_STORED = "never_stored"
+    EVICTED = "evicted"
+    OTHER_NAMESPACE = "other_namespace"
+    DAMAGED = "damaged"
+    UNAVAILABLE = "unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class MissQuery:
+    """About the first block that was missed. parent: key of the last one that was not, or the root.
+
+    token_ids: those that follow it, up to a block. id, content: of the missed block, None if fewer tokens than a block
+    follow. later: contents of the blocks that follow it, since blocks of another size end elsewhere. failure: what the
+    load said about it, if one was tried.
+    """
+
+    parent: BlockKey
+    root: BlockKey
+    token_ids: tuple[int, ...]
+    tenant: str = ""
+    group: int = 0
+    id: BlockId | None = None
+    content: bytes | None = None
+    later: tuple[bytes, ...] = ()
+    failure: Failure | None = None
+
+    @classmethod
+    def of(cls, record: BlockRecord, failure: Failure | None = None) -> Self:
+        """The query for a whole block."""
+        return cls(
+            record.parent, record.root, record.token_ids, record.tenant, record.id.group, record.id, record.content,
+            (), failure,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """reason: None if no whole block was missed. fields: of the namespace, that differ where the same tokens are
+    stored; empty if that is not known. shared_tokens: how many of the query's tokens the closest stored block below
+    the same parent begins with; None if there is no such block.
+    """
+
+    reason: StoreMiss | None
+    fields: tuple[str, ...] = ()
+    shared_tokens: int | None = None
+
+
+class Answer:
+    """Of a question that is being worked on."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._explanation: Explanation | None = None
+
+    def poll(self) -> Explanation | None:
+        """None while unknown."""
+        return self._explanation
+
+    def wait(self, timeout_s: float) -> Explanation | None:
+        """As poll, but waits for it."""
+        self._done.wait(timeout_s)
+        return self._explanation
+
+    def give(self, explanation: Explanation) -> None:
+        """For the one who works on it."""
+        self._explanation = explanation
+        self._done.set()
+
+
+class Explainer:
+    """Answers questions about misses, on one thread, from local tiers. Also remembers what was stored or damaged."""
+
+    def __init__(self, levels: Sequence[Level]) -> None:
+        self._levels = [level for level in levels if level.local]
+        self._lock = threading.Lock()
+        self._stored: OrderedDict[BlockId, str] = OrderedDict()  # to the tenant
+        self._damaged: OrderedDict[BlockId, str] = OrderedDict()
+        self._namespaces: dict[BlockKey, Mapping[str, str]] = {}
+        self._questions: queue.Queue[tuple[MissQuery, StoreMiss | None, Answer] | None] = queue.Queue(QUEUED_QUERIES)
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="kvire explain", daemon=True)
+        self._thread.start()
+
+    def stop(self, join_s: float) -> None:
+        """End it, once it has answered what was asked."""
+        if self._thread is not None:
+            self._questions.put(None)
+            self._thread.join(join_s)
+            self._thread = None
+
+    def ask(self, query: MissQuery) -> Answer:
+        """Answered soon; at once, and without looking, while the queue is full or nobody works."""
+        answer = Answer()
+        reason = self._remembered(query)  # now: soon the block will be computed, and stored
+        try:
+            if self._thread is None:
+                raise queue.Full
+            self._questions.put_nowait((query, reason, answer))
+        except queue.Full:
+            answer.give(Explanation(reason))
+        return answer
+
+    def note_stored(self, record: BlockRecord) -> None:
+        """A tier has the block now."""
+        with self._lock:
+            self._damaged.pop(record.id, None)
+            _remember(self._stored, record.id, record.tenant)
+
+    def note_damaged(self, record: BlockRecord) -> None:
+        """The block was found damaged."""
+        with self._lock:
+            _remember(self._damaged, record.id, record.tenant)
+
+    def note_namespace(self, root: BlockKey, fields: Mapping[str, str]) -> dict[str, str]:
+        """What the namespace says; returns what of it may be kept: all but the salt."""
+        shown = {name: value for name, value in fields.items() if name not in HIDDEN_FIELDS}
+        with self._lock:
+            self._namespaces[root] = shown
+        return shown
+
+    def forget(self, tenant: str | None) -> None:
+        """Remember nothing about a tenant's blocks any more, or (None) about anybody's."""
+        with self._lock:
+            for memory in (self._stored, self._damaged):
+                for block_id in [i for i, owner in memory.items() if tenant in {None, owner}]:
+                    del memory[block_id]
+
+    def _explain(self, query: MissQuery, reason: StoreMiss | None) -> Explanation:
+        """The answer itself, by reading local tiers."""
+        fields: tuple[str, ...] = ()
+        if reason in {StoreMiss.NEVER_STORED, StoreMiss.EVICTED} and query.content is not None:
+            roots = self._roots_of((query.content, *query.later[:COMPARED_CONTENTS])) - {query.root}
+            if roots:
+                reason, fields = StoreMiss.OTHER_NAMESPACE, self._differing(query.root, roots)
+        return Explanation(reason, fields, self._shared_tokens(query))
+
+    def _remembered(self, query: MissQuery) -> StoreMiss | None:
+        if query.id is None:
+            return None
+        if query.failure is not None and query.failure.reason is FailureReason.UNAVAILABLE:
+            return StoreMiss.UNAVAILABLE
+        failed = query.failure is not None and query.failure.reason is FailureReason.DAMAGED
+        with self._lock:
+            if failed or query.id in self._damaged:
+                return StoreMiss.DAMAGED
+            return StoreMiss.EVICTED if query.id in self._stored else StoreMiss.NEVER_STORED
+
+    def _roots_of(self, contents: Iterable[bytes]) -> set[BlockKey]:
+        roots: set[BlockKey] = set()
+        for level in self._levels:
+            if isinstance(tier := level.tier, Related):
+                with suppress(TierUnavailable):
+                    for content in contents:
+                        roots.update(tier.roots_of(content))
+        return roots
+
+    def _differing(self, root: BlockKey, others: Iterable[BlockKey]) -> tuple[str, ...]:
+        """Names of the fields in which the closest of the others differs; () if none of them is known."""
+        noted: dict[BlockKey, Mapping[str, str]] = {}
+        for level in self._levels:
+            if isinstance(tier := level.tier, Noting):
+                with suppress(TierUnavailable):
+                    noted |= tier.namespaces()
+        with self._lock:
+            noted |= self._namespaces
+        own = noted.get(root)
+        known = [fields for other in others if (fields := noted.get(other)) is not None]
+        if own is None or not known:
+            return ()
+        differing = [tuple(n for n in sorted({*own, *fields}) if own.get(n) != fields.get(n)) for fields in known]
+        return min(differing, key=lambda names: (len(names), names))
+
+    def _shared_tokens(self, query: MissQuery) -> int | None:
+        best: int | None = None
+        for level in self._levels:
+            if isinstance(tier := level.tier, Related):
+                try:
+                    children = tier.children(query.parent, query.group, COMPARED_CHILDREN)
+                except TierUnavailable:
+                    continue
+                for child in children:
+                    if child == query.id:
+                        continue  # it has come since
+                    if (ids := _token_ids(level, tier, child, query)) is not None:
+                        best = max(best or 0, _common_prefix(ids, query.token_ids))
+        return best
+
+    def _run(self) -> None:
+        while (question := self._questions.get()) is not None:
+            query, reason, answer = question
+            try:
+                answer.give(self._explain(query, reason))
+            except Exception:  # an explanation must never end the thread
+                log.exception("explaining a miss failed")
+                answer.give(Explanation(reason))
+
+
+def _remember(memory: OrderedDict[BlockId, str], block_id: BlockId, tenant: str) -> None:
+    memory[block_id] = tenant
+    memory.move_to_end(block_id)
+    if len(memory) > REMEMBERED_IDS:
+        memory.popitem(last=False)
+
+
+def _token_ids(level: Level, tier: Related, block_id: BlockId, query: MissQuery) -> tuple[int, ...] | None:
+    """Of a stored block below the query's parent; None if it is not the tenant's, or cannot be read."""
+    head = memoryview(bytearray(HEAD_BYTES))
+    try:
+        header, ids = level.frames.token_ids(head[: tier.peek(block_id, head)], query.tenant)
+    except (BlockMissing, TierUnavailable, FrameDamaged, FrameForeign, StoreError):
+        return None
+    return ids if header.parent == query.parent else None
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

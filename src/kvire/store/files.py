@@ -1,0 +1,144 @@
+"""Every system call of the disk tier and every statement of its index, in one object that does nothing else.
+
+Tests replace it: to make any one call fail, to die before it, or to lose what was never synced. Nothing here follows a
+symbolic link, and what it makes can be read by its owner only.
+"""
+
+import errno
+import fcntl
+import os
+import sqlite3
+import stat
+import struct
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+FILE_MODE, FOLDER_MODE = 0o600, 0o700
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# The kernel reads ahead at most this much for one POSIX_FADV_WILLNEED, whatever length it names.
+READ_AHEAD_BYTES = 256 * 1024
+_FLOCK = struct.Struct("@hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
+_SAFELY = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Files:
+    """System calls by name. Offsets and lengths in bytes; everything raises OSError, statements sqlite3.Error."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make the folder and its parents, if they are missing."""
+        path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+
+    def open_folder(self, path: Path) -> int:
+        """A handle of the folder: what is opened relative to it stays inside, whatever becomes of the path."""
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def close(self, fd: int) -> None:
+        """Close a file or folder."""
+        os.close(fd)
+
+    def names(self, folder: int) -> list[str]:
+        """Names of what is in the folder."""
+        return os.listdir(folder)
+
+    def identity(self, path: Path) -> tuple[int, int]:
+        """Device and inode: another file under the same path has others."""
+        status = os.stat(path, follow_symlinks=False)  # noqa: PTH116 - every call of the tier asks; this is faster
+        return status.st_dev, status.st_ino
+
+    def is_regular(self, folder: int, name: str) -> bool | None:
+        """Whether the name is a plain file; None if there is nothing of that name."""
+        try:
+            return stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+        except FileNotFoundError:
+            return None
+
+    def length(self, fd: int) -> int:
+        """Length of an open file."""
+        return os.fstat(fd).st_size
+
+    def size(self, path: Path) -> int:
+        """Bytes that the file takes on the disk, or will once they are written; 0 if it is not there."""
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            return 0
+        return max(status.st_size, status.st_blocks * 512)
+
+    def open(self, folder: int, name: str) -> int:
+        """Open a file for reading and writing; a link is no file: FileNotFoundError."""
+        try:
+            return os.open(name, os.O_RDWR | _SAFELY, dir_fd=folder)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise FileNotFoundError(errno.ENOENT, f"{name} is a symbolic link") from error
+            raise
+
+    def create(self, folder: int, name: str) -> int:
+        """Make a new file; FileExistsError if there is anything of that name, even a dangling link."""
+        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY, FILE_MODE, dir_fd=folder)
+
+    def allocate(self, fd: int, length: int) -> None:
+        """Take the room now, so that a full disk shows here and not in the middle of a write."""
+        os.posix_fallocate(fd, 0, length)
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill the buffers in order; fewer bytes than they hold only at the end of the file."""
+        return os.preadv(fd, buffers, offset)
+
+    def write(self, fd: int, frame: memoryview, offset: int) -> None:
+        """Write all of it."""
+        done = 0
+        while done < len(frame):
+            done += os.pwrite(fd, frame[done:], offset + done)
+
+    def sync(self, fd: int) -> None:
+        """Return when the file's bytes are on the disk."""
+        os.fdatasync(fd)
+
+    def empty(self, fd: int) -> None:
+        """Free the room of a file that is to go, though others may hold it open."""
+        os.ftruncate(fd, 0)
+
+    def unlink(self, folder: int, name: str) -> None:
+        """Remove a name; no error if it is not there."""
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
+
+    def read_ahead(self, fd: int, offset: int, length: int) -> None:
+        """Ask the kernel to have this range in memory soon."""
+        for start in range(offset, offset + length, READ_AHEAD_BYTES):
+            size = min(READ_AHEAD_BYTES, offset + length - start)
+            os.posix_fadvise(fd, start, size, os.POSIX_FADV_WILLNEED)
+
+    def lock(self, fd: int, byte: int) -> bool:
+        """Lock one byte of a file for this open file; False if another holds it. It ends with the process or the fd."""
+        return self._lock(fd, byte, fcntl.F_OFD_SETLK, fcntl.F_WRLCK)
+
+    def unlock(self, fd: int, byte: int) -> None:
+        """Give a locked byte back."""
+        self._lock(fd, byte, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
+
+    def connect(self, path: Path, timeout_s: float) -> sqlite3.Connection:
+        """A connection to the index, any thread's, in autocommit mode; the file has to exist."""
+        uri = f"{path.absolute().as_uri()}?mode=rw"
+        return sqlite3.connect(uri, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False)
+
+    def execute(self, connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """One statement; all its rows."""
+        return connection.execute(sql, values).fetchall()
+
+    def execute_many(self, connection: sqlite3.Connection, sql: str, rows: Iterable[Sequence[Any]]) -> None:
+        """One statement for many rows."""
+        connection.executemany(sql, rows)
+
+    @staticmethod
+    def _lock(fd: int, byte: int, command: int, kind: int) -> bool:
+        try:
+            fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+        return True

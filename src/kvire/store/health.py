@@ -1,0 +1,113 @@
+"""A circuit breaker: a tier that keeps failing is left alone, and asked in the background whether it is back."""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvire.core.errors import TierUnavailable
+
+FAILURES_TO_OPEN = 3
+PROBE_AFTER_S = 1.0
+PROBE_AT_LEAST_EVERY_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What metrics show. healthy: calls go through. failures: in a row. outages: times that it stopped being healthy.
+
+    error: what the last failure said; "" if there was none.
+    """
+
+    healthy: bool
+    failures: int
+    outages: int
+    error: str
+
+
+class CircuitBreaker:
+    """Counts failures in a row; after `failures_to_open` of them, calls are refused without being tried.
+
+    While calls are refused, one thread runs `probe` (which raises TierUnavailable and must end by itself) after
+    `probe_after_s`, then after twice that and so on, at least every `probe_at_least_every_s`. One success and calls
+    go through again, and the thread ends. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        probe: Callable[[], None],
+        *,
+        failures_to_open: int = FAILURES_TO_OPEN,
+        probe_after_s: float = PROBE_AFTER_S,
+        probe_at_least_every_s: float = PROBE_AT_LEAST_EVERY_S,
+    ) -> None:
+        self._name = name
+        self._probe = probe
+        self._failures_to_open = failures_to_open
+        self._probe_after_s = probe_after_s
+        self._probe_at_least_every_s = probe_at_least_every_s
+        self._lock = threading.Lock()
+        self._health = Health(healthy=True, failures=0, outages=0, error="")
+        self._closing = threading.Event()
+        self._prober: threading.Thread | None = None
+
+    @property
+    def health(self) -> Health:
+        """As of now. Never waits for the tier."""
+        return self._health
+
+    def check(self) -> None:
+        """Raises TierUnavailable if calls are not to be tried."""
+        if self._closing.is_set():
+            raise TierUnavailable(f"{self._name} is closed")
+        if not (health := self._health).healthy:
+            raise TierUnavailable(f"{self._name} is left alone until it answers again: {health.error}")
+
+    def succeeded(self) -> None:
+        """A call was answered. One that began before the calls were refused does not end that; a probe does."""
+        if self._health.failures and self._health.healthy:
+            with self._lock:
+                if self._health.healthy:
+                    self._health = Health(healthy=True, failures=0, outages=self._health.outages, error="")
+
+    def failed(self, error: TierUnavailable) -> None:
+        """A call was not answered."""
+        with self._lock:
+            before = self._health
+            failures = before.failures + 1
+            opens = before.healthy and failures >= self._failures_to_open and not self._closing.is_set()
+            self._health = Health(
+                healthy=before.healthy and not opens,
+                failures=failures,
+                outages=before.outages + opens,
+                error=str(error),
+            )
+            if opens:
+                self._prober = threading.Thread(target=self._probe_until_back, name=f"probe {self._name}", daemon=True)
+                self._prober.start()
+        if opens:
+            log.warning("%s failed %d times in a row and is left alone: %s", self._name, failures, error)
+
+    def close(self) -> None:
+        """End the probing thread and refuse all calls. Idempotent."""
+        self._closing.set()
+        with self._lock:
+            prober = self._prober
+        if prober is not None:
+            prober.join()
+
+    def _probe_until_back(self) -> None:
+        wait_s = self._probe_after_s
+        while not self._closing.wait(wait_s):
+            wait_s = min(2 * wait_s, self._probe_at_least_every_s)
+            try:
+                self._probe()
+            except TierUnavailable:
+                continue
+            with self._lock:
+                self._health = Health(healthy=True, failures=0, outages=self._health.outages, error="")
+            log.warning("%s answers again", self._name)
+            return

@@ -1,0 +1,194 @@
+"""One tier of a store with its way of writing frames: whole blocks go in and out, and everything is counted."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+
+from kvire.codec.frame import Frames
+from kvire.core.errors import BlockMissing, FrameDamaged, FrameForeign, StoreError, TierUnavailable
+from kvire.core.record import BlockId, BlockRecord
+from kvire.store.memory import Fill
+from kvire.store.speed import PRIORS, SpeedMeter
+from kvire.store.tier import Buffer, Tier
+
+REMEMBERED_FOREIGN = 4096
+
+
+@dataclass(slots=True)
+class LevelCounts:
+    """What the store did with one tier; only grows.
+
+    loaded: blocks read and verified, with their KV bytes and the seconds that reads took, added up over threads.
+    missing, damaged, foreign, unavailable: reads (and writes) that ended so. saved: blocks written, promoted and
+    demoted ones among them. known: writes that found the block there. dropped: blocks not written for want of buffer,
+    of an answer, or of time when the store closed. refused: writes that the tier did not keep. stale: writes given up
+    because of a forget or clear.
+    """
+
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    missing: int = 0
+    damaged: int = 0
+    foreign: int = 0
+    unavailable: int = 0
+    saved_blocks: int = 0
+    saved_bytes: int = 0
+    promoted: int = 0
+    demoted: int = 0
+    known: int = 0
+    dropped: int = 0
+    refused: int = 0
+    stale: int = 0
+
+
+class Level:
+    """A tier and its Frames. Thread-safe. ttl_s: how long blocks are kept unused."""
+
+    def __init__(self, tier: Tier, frames: Frames, ttl_s: float | None = None) -> None:
+        self.tier = tier
+        self.frames = frames
+        self.name, self.kind, self.local = tier.name, tier.kind, tier.local
+        self.meter = SpeedMeter(PRIORS[tier.kind])
+        self._ttl_s = ttl_s
+        self._lock = threading.Lock()
+        self._counts = LevelCounts()
+        self._foreign: OrderedDict[BlockId, str] = OrderedDict()  # ids under which something else lies, and its cause
+
+    @property
+    def counts(self) -> LevelCounts:
+        """As of now."""
+        with self._lock:
+            return replace(self._counts)
+
+    def count(self, **added: int) -> None:
+        """Add to counters by name."""
+        with self._lock:
+            for name, amount in added.items():
+                setattr(self._counts, name, getattr(self._counts, name) + amount)
+
+    def held(self, ids: Sequence[BlockId], timeout_s: float | None = None) -> list[bool]:
+        """What the tier says. Raises TierUnavailable."""
+        with self.answers():
+            return self.tier.held(ids, timeout_s)
+
+    def promises(self, ids: Sequence[BlockId]) -> list[bool]:
+        """Which blocks a load may expect here: not those under whose id something else was found. Raises
+        TierUnavailable.
+        """
+        held = self.held(ids)
+        with self._lock:
+            return [here and block_id not in self._foreign for here, block_id in zip(held, ids, strict=True)]
+
+    def fetch(self, record: BlockRecord, out: Buffer, timeout_s: float | None = None) -> None:
+        """Leave the block's KV in `out`, verified. Raises BlockMissing, TierUnavailable, FrameDamaged, FrameForeign.
+
+        What is wrong the first time may have been replaced meanwhile, so it is read once more; what is damaged the
+        second time is deleted.
+        """
+        started = time.perf_counter()
+        self.meter.begin()
+        read_bytes = 0
+        try:
+            self._fetch(record, out, timeout_s, started)
+            read_bytes = record.kv_bytes
+        finally:
+            self.meter.end(read_bytes)
+            with self._lock:
+                self._counts.loaded_blocks += read_bytes > 0
+                self._counts.loaded_bytes += read_bytes
+                self._counts.load_s += time.perf_counter() - started
+                if read_bytes:
+                    self._foreign.pop(record.id, None)
+
+    def store(self, record: BlockRecord, kv: Buffer, scratch: Buffer, tag: bytes, allowed: Callable[[], bool]) -> bool:
+        """Write the block; False if the tier did not keep it. scratch: at least frames.frame_bytes(record) long.
+
+        tag: of the tenant's key. allowed: asked before the frame is made, and after: a key made since a forget must not
+        protect what was stored before. Raises TierUnavailable.
+        """
+        with self.answers():
+            if not allowed():
+                return False
+            frame = scratch[: self.frames.encode(record, kv, scratch)]
+            if not allowed():
+                return False
+            kept = self.tier.write(record, frame, tag, ttl_s=self._ttl_s)
+        with self._lock:
+            self._counts.saved_blocks += kept
+            self._counts.saved_bytes += len(frame) if kept else 0
+            self._counts.refused += not kept
+            self._foreign.pop(record.id, None)
+        return kept
+
+    def needs(self, ids: Sequence[BlockId]) -> list[bool]:
+        """Which blocks a write should bring: those that are not here, and those under whose id something else lies.
+
+        What a newer version wrote is left alone. Raises TierUnavailable.
+        """
+        held = self.held(ids)
+        with self._lock:
+            return [
+                self._foreign.get(block_id, "version") != "version" if here else True
+                for here, block_id in zip(held, ids, strict=True)
+            ]
+
+    def decode(self, record: BlockRecord, fill: Fill, out: Buffer) -> None:
+        """As fetch, of a frame that this tier hands out by itself. Raises FrameDamaged, FrameForeign."""
+        reading = self.frames.reading(record, out)
+        reading.finish(fill(reading.buffers))
+
+    @contextmanager
+    def answers(self) -> Iterator[None]:
+        """Count what is unavailable; a key file that cannot be read is that, too."""
+        try:
+            yield
+        except TierUnavailable:
+            self.count(unavailable=1)
+            raise
+        except StoreError as error:
+            self.count(unavailable=1)
+            raise TierUnavailable(str(error)) from error
+
+    def _fetch(self, record: BlockRecord, out: Buffer, timeout_s: float | None, started: float) -> None:
+        try:
+            self._read(record, out, timeout_s)
+        except (FrameDamaged, FrameForeign):
+            left_s = None if timeout_s is None else timeout_s - (time.perf_counter() - started)
+            self._read_again(record, out, left_s)
+        except BlockMissing:
+            self.count(missing=1)
+            raise
+
+    def _read(self, record: BlockRecord, out: Buffer, timeout_s: float | None) -> None:
+        try:
+            reading = self.frames.reading(record, out)
+            reading.finish(self.tier.read(record.id, reading.buffers, timeout_s))
+        except (TierUnavailable, StoreError) as error:
+            with self.answers():
+                raise error  # noqa: TRY201 - counted there, and turned into what a tier may raise
+
+    def _read_again(self, record: BlockRecord, out: Buffer, timeout_s: float | None) -> None:
+        if timeout_s is not None and timeout_s <= 0:
+            self.count(unavailable=1)
+            raise TierUnavailable(f"{self.name}: no time left to read the block a second time")
+        try:
+            self._read(record, out, timeout_s)
+        except FrameDamaged:
+            self.count(damaged=1)
+            with suppress(TierUnavailable), self.answers():  # else the next reader finds it again
+                self.tier.delete([record.id], "damaged")
+            raise
+        except FrameForeign as error:
+            self.count(foreign=1)
+            with self._lock:
+                self._foreign[record.id] = error.cause
+                if len(self._foreign) > REMEMBERED_FOREIGN:
+                    self._foreign.popitem(last=False)
+            raise
+        except BlockMissing:
+            self.count(missing=1)
+            raise

@@ -1,0 +1,363 @@
+"""Threads that fill tickets: one that sees where blocks are, one that reads all local tiers, some for each remote one.
+
+A block is read once however many loads want it at the same time: the first reads, the others get copies before
+anybody may touch the first one's memory. Local reads go straight into the caller's memory. Remote ones go into memory
+of the loader's own and are copied when they are complete and verified: so a load can be given up at any moment,
+whatever a remote tier does.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from kvire.core.errors import BlockMissing, FrameDamaged, FrameForeign, TierUnavailable
+from kvire.core.record import BlockId, BlockRecord
+from kvire.store.epochs import Mark
+from kvire.store.level import Level
+from kvire.store.ticket import Failure, FailureReason, LoadState, Ticket, Wanted
+from kvire.store.tier import Buffer
+
+LOCAL_THREADS = 1  # with a second one they take half as long again: docs/adr/0015-tiered-store.md
+REMOTE_THREADS = 4
+LOCAL = -1  # the place of all local tiers together, before the remote ones
+LEAST_TIMEOUT_S = 1e-3
+
+log = logging.getLogger(__name__)
+
+Work = Iterator[Callable[[], None]]
+# A block that was read, its KV, where it came from, and the marks of the load's tenants.
+Promote = Callable[[BlockRecord, Buffer, Level, Mapping[str, Mark]], None]
+
+
+@runtime_checkable
+class Prefetching(Protocol):
+    """A tier that reads faster when it is told in advance what will be read."""
+
+    def prefetch(self, ids: Sequence[BlockId]) -> None:
+        """These will be read soon, in this order. Returns at once."""
+
+
+class _Workers:
+    """Threads over a queue of work, oldest first. Each item hands out pieces, which may run side by side."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._lock = threading.Lock()
+        self._condition = threading.Condition(self._lock)
+        self._plans: deque[Callable[[], None]] = deque()  # before all reads: they tell loads of each other
+        self._work: deque[Work] = deque()
+        self._running = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kvire load {name}", daemon=True) for _ in range(threads)
+        ]
+
+    def start(self) -> None:
+        self._running = True
+        for thread in self._threads:
+            thread.start()
+
+    def plan(self, plan: Callable[[], None]) -> None:
+        with self._lock:
+            self._plans.append(plan)
+            self._condition.notify_all()
+
+    def add(self, work: Work) -> None:
+        with self._lock:
+            self._work.append(work)
+            self._condition.notify_all()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._running = False
+            self._plans.clear()
+            self._work.clear()
+            self._condition.notify_all()
+
+    def join(self, end: float) -> None:
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, end - time.monotonic()))
+
+    def _run(self) -> None:
+        while (piece := self._next()) is not None:
+            try:
+                piece()
+            except Exception:  # a bug in one piece must not end the thread: later loads would wait for ever
+                log.exception("a piece of a load failed")
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._lock:
+            while self._running:
+                if self._plans:
+                    return self._plans.popleft()
+                while self._work:
+                    if (piece := next(self._work[0], None)) is not None:
+                        return piece
+                    self._work.popleft()
+                self._condition.wait()
+            return None
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """One ticket with what its reads need. marks: of its tenants. first: names of levels that gave it a block."""
+
+    ticket: Ticket
+    order: Sequence[int]
+    marks: Mapping[str, Mark]
+    started: float = field(default_factory=time.perf_counter)
+    first: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One read of one block, for all loads that want it by then. number: the first level asked, among the local ones
+    or the remote ones. boarded: the loads whose block is READING, the one whose memory is read into first.
+    """
+
+    record: BlockRecord
+    number: int
+    waiting: list[tuple[_Load, int]]
+    boarded: list[tuple[_Load, int]] = field(default_factory=list)
+
+
+class Loader:
+    """Loads blocks from `levels`, fastest first. promote: called with each block that was read, while its KV is there;
+    damaged: with each that turned out to be.
+
+    timeout_s: how long remote tiers may take until the first block, and from each to the next.
+    """
+
+    def __init__(
+        self, levels: Sequence[Level], promote: Promote, damaged: Callable[[BlockRecord], None], *, timeout_s: float
+    ) -> None:
+        self._local = [level for level in levels if level.local]
+        self._remote = [level for level in levels if not level.local]
+        self._promote = promote
+        self._damaged = damaged
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._flights: dict[tuple[BlockId, int], _Flight] = {}  # by block and place: LOCAL, or of the remote tier
+        self._tickets: set[Ticket] = set()
+        self._planner = _Workers("plan", 1 if self._local else 0)  # goes on while a local tier is slow
+        self._local_workers = _Workers("local", LOCAL_THREADS if self._local else 0)
+        self._remote_workers = [_Workers(level.name, REMOTE_THREADS) for level in self._remote]
+        self._running = False
+        self._flying = 0  # local flights
+        self.idle = threading.Event()  # no local read is to be done: others may take the interpreter
+        self.idle.set()
+        self.shared_reads = 0  # blocks that a load got from another one's read
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._running = True
+        for workers in (self._planner, self._local_workers, *self._remote_workers):
+            workers.start()
+
+    def load(self, wanted: Sequence[Wanted], *, from_the_back: bool, marks: Mapping[str, Mark]) -> Ticket:
+        """Begin to load; the ticket says how it goes. marks: of the records' tenants; others are not promoted."""
+        ticket = Ticket(wanted, timeout_s=self._timeout_s)
+        order = range(len(wanted))
+        load = _Load(ticket, order[::-1] if from_the_back else order, marks)
+        with self._lock:
+            running = self._running
+            if running:
+                self._tickets = {other for other in self._tickets if not other.finished} | {ticket}
+        if not running:
+            ticket.give_up(Failure(FailureReason.UNAVAILABLE, "the store is not open"))
+        elif self._local:
+            self._planner.plan(partial(self._plan, load))
+        else:
+            self._ask_remote(load, load.order, 0)
+        return ticket
+
+    def stop(self, join_s: float) -> None:
+        """Begin no read any more, fail what waits, and end all threads."""
+        with self._lock:
+            self._running = False
+            tickets, self._tickets = self._tickets, set()
+        everybody = (self._planner, self._local_workers, *self._remote_workers)
+        for workers in everybody:
+            workers.stop()
+        self.idle.set()
+        for ticket in tickets:
+            ticket.give_up(Failure(FailureReason.UNAVAILABLE, "the store was closed"))
+        end = time.monotonic() + join_s
+        for workers in everybody:
+            workers.join(end)
+
+    # Local tiers
+
+    def _plan(self, load: _Load) -> None:
+        """See where each block is; read what is here, and ask the remote tiers for the rest."""
+        ids = [load.ticket.wanted[i].record.id for i in load.order]
+        fastest: dict[int, int] = {}
+        failure = None
+        for number in range(len(self._local) - 1, -1, -1):
+            try:
+                held = self._local[number].held(ids)
+            except TierUnavailable as error:
+                failure = Failure(FailureReason.UNAVAILABLE, str(error))
+                continue
+            fastest |= {i: number for i, here in zip(load.order, held, strict=True) if here}
+        for number, level in enumerate(self._local):
+            here = [block_id for i, block_id in zip(load.order, ids, strict=True) if fastest.get(i) == number]
+            if here and isinstance(level.tier, Prefetching):
+                level.tier.prefetch(here)
+        flights = self._flights_for(load, {i: fastest[i] for i in load.order if i in fastest}, LOCAL)
+        self._local_workers.add(partial(self._read_local, flight) for flight in flights)
+        self._ask_remote(load, [i for i in load.order if i not in fastest], 0, failure)
+
+    def _read_local(self, flight: _Flight) -> None:
+        """Read a block into the memory of the first who wants it, from the fastest level that has it sound."""
+        if (first := self._board(flight, LOCAL)) is None:
+            return
+        failures = []
+        for level in self._local[flight.number :]:
+            if (failure := self._fetch(level, flight.record, first.out, None)) is None:
+                self._land(flight, LOCAL, first.out, level)
+                return
+            failures.append(failure)
+        told = [failure for failure in failures if failure.reason is not FailureReason.MISSING]
+        self._divert(flight, LOCAL, (told or failures)[0])
+
+    # Remote tiers
+
+    def _ask_remote(self, load: _Load, numbers: Sequence[int], place: int, failure: Failure | None = None) -> None:
+        """Ask the remote tiers for blocks, from that place in the row of them on. failure: what the last one said."""
+        if not numbers:
+            return
+        if place == len(self._remote):
+            for i in numbers:
+                load.ticket.fail(i, failure or Failure(FailureReason.MISSING, "no tier has the block"))
+            return
+        load.ticket.ask_remotely(numbers)
+        self._remote_workers[place].plan(partial(self._plan_remote, load, numbers, place, failure))
+
+    def _plan_remote(self, load: _Load, numbers: Sequence[int], place: int, failure: Failure | None) -> None:
+        level, ticket = self._remote[place], load.ticket
+        numbers = [i for i in numbers if ticket.state(i) is LoadState.WAITING]
+        if not numbers:
+            return
+        ids = [ticket.wanted[i].record.id for i in numbers]
+        try:
+            held = level.held(ids, max(ticket.left_s(), LEAST_TIMEOUT_S))
+        except TierUnavailable as error:
+            self._ask_remote(load, numbers, place + 1, Failure(FailureReason.UNAVAILABLE, str(error)))
+            return
+        here = {i: place for i, is_here in zip(numbers, held, strict=True) if is_here}
+        flights = self._flights_for(load, here, place)
+        self._remote_workers[place].add(partial(self._read_remote, flight) for flight in flights)
+        self._ask_remote(load, [i for i in numbers if i not in here], place + 1, failure)
+
+    def _read_remote(self, flight: _Flight) -> None:
+        """Read a block into memory of our own."""
+        if self._board(flight, flight.number) is None:
+            return
+        level = self._remote[flight.number]
+        kv = np.empty(flight.record.kv_bytes, dtype=np.uint8).data
+        left_s = max(load.ticket.left_s() for load, _ in flight.boarded)
+        failure = self._fetch(level, flight.record, kv, max(left_s, LEAST_TIMEOUT_S))
+        if failure is None:
+            self._land(flight, flight.number, kv, level)
+        else:
+            self._divert(flight, flight.number, failure)
+
+    # One read for all
+
+    def _flights_for(self, load: _Load, numbers: Mapping[int, int], place: int) -> list[_Flight]:
+        """New flights for those blocks (with the level to ask first) that no other load's flight brings already."""
+        flights = []
+        with self._lock:
+            for i, number in numbers.items():
+                record = load.ticket.wanted[i].record
+                flight = self._flights.get((record.id, place))
+                if flight is None or flight.record != record:
+                    flight = _Flight(record, number, [(load, i)])
+                    self._flights.setdefault((record.id, place), flight)
+                    flights.append(flight)
+                    self._count_local(place, 1)
+                    continue
+                self.shared_reads += 1
+                if not flight.boarded:
+                    flight.waiting.append((load, i))
+                elif load.ticket.begin(i, attached=False):
+                    flight.boarded.append((load, i))
+        return flights
+
+    def _board(self, flight: _Flight, place: int) -> Wanted | None:
+        """Begin to read for all who still want the block; the first of them, or None. LOCAL: into its memory."""
+        with self._lock:
+            for load, i in flight.waiting:
+                if load.ticket.begin(i, attached=place == LOCAL and not flight.boarded):
+                    flight.boarded.append((load, i))
+            flight.waiting.clear()
+            if not flight.boarded:
+                self._close(flight, place)
+                return None
+            load, i = flight.boarded[0]
+            return load.ticket.wanted[i]
+
+    def _end(self, flight: _Flight, place: int) -> list[tuple[_Load, int]]:
+        """Nobody joins any more; everybody who did, the first last: copies are made from its memory."""
+        with self._lock:
+            self._close(flight, place)
+            return flight.boarded[::-1]
+
+    def _close(self, flight: _Flight, place: int) -> None:
+        if self._flights.get((flight.record.id, place)) is flight:
+            del self._flights[flight.record.id, place]
+        self._count_local(place, -1)
+
+    def _count_local(self, place: int, change: int) -> None:
+        self._flying += change if place == LOCAL else 0
+        if self._flying:
+            self.idle.clear()
+        else:
+            self.idle.set()
+
+    def _land(self, flight: _Flight, place: int, kv: Buffer, level: Level) -> None:
+        """The block is in `kv`, verified: hand it to all."""
+        first, _ = flight.boarded[0]
+        self._promote(flight.record, kv, level, first.marks)
+        for load, i in self._end(flight, place):
+            out = load.ticket.wanted[i].out
+            if out is not kv:
+                if not load.ticket.attach(i):
+                    continue
+                np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(kv, np.uint8))
+            load.ticket.ready(i, level.kind)
+            if level.name not in load.first:
+                load.first.add(level.name)
+                level.meter.first_block(time.perf_counter() - load.started, len(kv))
+
+    def _divert(self, flight: _Flight, place: int, failure: Failure) -> None:
+        """Nobody asked so far has it: go on with the next remote tier, everybody for themselves."""
+        for load, i in self._end(flight, place):
+            load.ticket.wait_again(i)
+            self._ask_remote(load, [i], place + 1, failure)
+
+    def _fetch(self, level: Level, record: BlockRecord, kv: Buffer, timeout_s: float | None) -> Failure | None:
+        """Read and verify; None if `kv` holds the block now."""
+        try:
+            level.fetch(record, kv, timeout_s)
+        except BlockMissing:
+            return Failure(FailureReason.MISSING, f"{level.name} does not have the block any more")
+        except TierUnavailable as error:
+            return Failure(FailureReason.UNAVAILABLE, str(error))
+        except FrameDamaged as error:
+            self._damaged(record)
+            return Failure(FailureReason.DAMAGED, f"{level.name}: {error}")
+        except FrameForeign as error:
+            return Failure(FailureReason.FOREIGN, f"{level.name}: {error}")
+        except Exception as error:  # whatever a tier does, the load ends, as a miss
+            log.exception("reading from %s failed", level.name)
+            level.count(unavailable=1)
+            return Failure(FailureReason.UNAVAILABLE, f"{level.name}: {type(error).__name__}")
+        return None

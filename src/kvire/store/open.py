@@ -1,0 +1,58 @@
+"""From a StoreConfig to an open TieredStore."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+from kvire.codec.frame import Frames
+from kvire.codec.planes import choose
+from kvire.codec.seal import TenantKey
+from kvire.core.config import StoreConfig
+from kvire.store.disk import DiskTier
+from kvire.store.keyring import Keyring
+from kvire.store.memory import MemoryTier
+from kvire.store.remote import open_remote
+from kvire.store.sessions import session_bytes
+from kvire.store.tier import Tier
+from kvire.store.tiered import TieredStore
+
+# About what an object store gives one machine: slow enough for byte planes to pay (docs/adr/0012). Redis is faster.
+OBJECT_STORE_BYTES_PER_S = 100e6
+OBJECT_STORES = ("s3://", "gs://", "az://")
+
+
+def open_store(config: StoreConfig, kv_dtype: str = "float32") -> TieredStore:
+    """Open every tier of `config`, fastest first. kv_dtype: of the blocks, for codecs that know about numbers.
+
+    Raises StoreError or ConfigError, and then leaves nothing open. A remote tier that does not answer now is no error:
+    it is asked again later.
+    """
+    keyring = Keyring(config.key_file, encrypt=config.encrypt)
+    sealed = Frames(keyring.lately)
+    with ExitStack() as opened:
+        tiers: list[tuple[Tier, Frames]] = []
+        if config.ram_bytes:
+            tiers.append((MemoryTier(config.ram_bytes), Frames(unsealed(keyring))))
+        if config.path is not None:
+            keyring.check_outside(config.path)
+            size = config.disk_bytes
+            capacity = None if size is None else size - session_bytes(size)
+            disk = DiskTier(config.path, capacity, writes_per_day_bytes=config.writes_per_day_bytes)
+            opened.callback(disk.close)
+            disk.open()
+            tiers.append((disk, sealed))
+        for url in config.remote:
+            packs = url.startswith(OBJECT_STORES)
+            frames = Frames(keyring.lately, choose(kv_dtype, OBJECT_STORE_BYTES_PER_S)) if packs else sealed
+            tiers.append((open_remote(url, timeout_s=config.load_timeout_s, ttl_s=config.ttl_s), frames))
+        for tier, _ in tiers:
+            opened.callback(tier.close)
+        store = TieredStore(tiers, keyring, config)
+        store.open()
+        opened.pop_all()
+        return store
+
+
+def unsealed(keyring: Keyring) -> Callable[[str], TenantKey]:
+    """The keys of a tier inside this process: blocks are told apart by salt, and checked, but not sealed."""
+    return lambda tenant: replace(keyring.lately(tenant), secret=None)

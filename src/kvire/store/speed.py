@@ -1,0 +1,85 @@
+"""How fast a tier is, measured while it is used."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvire.store.tier import TierKind
+
+# Each new read counts this much against all before it: the last few dozen decide, and a tier that dies shows at once.
+WEIGHT = 1 / 32
+
+
+class Speed(NamedTuple):
+    """latency_s: until the first block of a load, beyond what its bytes take. samples: reads measured; 0 means that
+    the figures are a prior, not a measurement.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    samples: int
+
+
+PRIORS = {
+    TierKind.MEMORY: Speed(1e-5, 8e9, 0),
+    TierKind.DISK: Speed(1e-4, 1e9, 0),
+    TierKind.REMOTE: Speed(5e-3, 1e8, 0),
+}
+
+
+@dataclass(slots=True)
+class _Mean:
+    """Mean that forgets: of the first 1 / WEIGHT values all count alike."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.value += max(WEIGHT, 1 / self.count) * (value - self.value)
+
+
+class SpeedMeter:
+    """Bytes over the time in which at least one read was under way, however many at once. Thread-safe."""
+
+    def __init__(self, prior: Speed, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._prior = prior
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._since = 0.0  # up to here, time is accounted for
+        self._bytes = _Mean()
+        self._seconds = _Mean()
+        self._latency = _Mean()
+
+    def begin(self) -> None:
+        """A read begins."""
+        with self._lock:
+            if self._under_way == 0:
+                self._since = self._clock()
+            self._under_way += 1
+
+    def end(self, read_bytes: int) -> None:
+        """It ended; 0 bytes if it failed, which takes time all the same."""
+        with self._lock:
+            now = self._clock()
+            self._under_way -= 1
+            self._bytes.add(read_bytes)
+            self._seconds.add(now - self._since)
+            self._since = now
+
+    def first_block(self, waited_s: float, read_bytes: int) -> None:
+        """The first block of a load came this long after it was asked for."""
+        bytes_per_s = self.speed().bytes_per_s
+        with self._lock:
+            self._latency.add(max(0.0, waited_s - read_bytes / bytes_per_s))
+
+    def speed(self) -> Speed:
+        """As far as it is known."""
+        with self._lock:
+            if not self._bytes.count:
+                return self._prior
+            latency_s = self._latency.value if self._latency.count else self._prior.latency_s
+            return Speed(latency_s, max(self._bytes.value, 1.0) / max(self._seconds.value, 1e-9), self._bytes.count)

@@ -1,0 +1,115 @@
+"""What a tier promises. Implementable from this file alone; tests/store/test_contract.py holds every tier to it.
+
+A tier keeps frames (codec/frame.py) under BlockIds and never looks into them. All methods may be called from any
+thread. Three things can be wrong, and they stay apart: the block is not there (BlockMissing), the tier cannot say or
+not in time (TierUnavailable), or, as only the reader of a frame can tell, the bytes are damaged.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from kvire.core.record import BlockId, BlockRecord
+
+Buffer = memoryview  # one-dimensional, of bytes
+
+
+class TierKind(StrEnum):
+    """Where a tier's bytes lie; CacheReport counts tokens by it."""
+
+    MEMORY = "memory"
+    DISK = "disk"
+    REMOTE = "remote"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One stored block, for those who list, pin, check or clear. Times in seconds since the epoch.
+
+    root, tenant_tag: which namespace and tenant it belongs to, as the tier knows it. expires: None for never.
+    """
+
+    id: BlockId
+    parent: bytes
+    root: bytes
+    tenant_tag: bytes
+    index: int
+    frame_bytes: int
+    created: float
+    used: float
+    expires: float | None
+    pinned: bool
+
+
+@dataclass(slots=True)
+class TierStats:
+    """used_bytes, limit_bytes: what it takes now, and at most (None: no limit of ours). The rest only grows.
+
+    evictions: blocks that went, by reason: room, expired, forgotten, damaged, quota. refused: writes that were not
+    kept, by reason: full, pinned, quota, unavailable. unavailable: times that the tier could not answer.
+    """
+
+    used_bytes: int = 0
+    limit_bytes: int | None = None
+    blocks: int = 0
+    reads: int = 0
+    read_bytes: int = 0
+    writes: int = 0
+    written_bytes: int = 0
+    unavailable: int = 0
+    evictions: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
+
+
+class Tier(Protocol):
+    """A place that keeps frames.
+
+    name: unique among the tiers of a store, for metrics. local: whether `held` answers within microseconds from an
+    index on this machine; others are asked only beside something else.
+    """
+
+    name: str
+    kind: TierKind
+    local: bool
+
+    def held(self, ids: Sequence[BlockId], timeout_s: float | None = None) -> list[bool]:
+        """Whether each block is here. Changes nothing, not even recency. Raises TierUnavailable."""
+
+    def read(self, block_id: BlockId, buffers: Sequence[Buffer], timeout_s: float | None = None) -> int:
+        """Fill `buffers` in order with the block's frame; its length. Changes nothing but counters.
+
+        Raises BlockMissing, TierUnavailable, or FrameDamaged("length") for a frame longer than the buffers. What lies
+        in the buffers after an error is undefined.
+        """
+
+    def write(self, record: BlockRecord, frame: Buffer, tenant_tag: bytes, *, ttl_s: float | None = None) -> bool:
+        """Keep a copy of `frame`, in place of what the id stood for before; False if it was not kept (counted).
+
+        Readers see the old frame, the new one, or none: never a part. Makes room by evicting what was unused
+        longest, children before parents, nothing pinned. Raises TierUnavailable.
+        """
+
+    def touch(self, ids: Sequence[BlockId]) -> None:
+        """The blocks were used, in order of a sequence: no parent is evicted before its child. Never raises."""
+
+    def delete(self, ids: Sequence[BlockId], reason: str) -> int:
+        """Remove blocks; how many were there. Raises TierUnavailable."""
+
+    def delete_tenant(self, tenant_tag: bytes) -> int:
+        """Remove every block of a tenant; how many. Raises TierUnavailable."""
+
+    def clear(self) -> int:
+        """Remove every block; how many. Raises TierUnavailable."""
+
+    def pin(self, ids: Sequence[BlockId], *, pinned: bool) -> int:
+        """Exempt blocks from eviction and expiry, or end that; how many are here. Raises TierUnavailable."""
+
+    def entries(self) -> Iterator[Entry]:
+        """Every block, in no order; a listing of a changing tier may miss or repeat some. Raises TierUnavailable."""
+
+    def stats(self) -> TierStats:
+        """Counters so far. Never raises, never waits."""
+
+    def close(self) -> None:
+        """Give threads, files and sockets back. Idempotent."""

@@ -1,0 +1,268 @@
+"""The store that an engine talks to: tiers, fastest first; loads that are polled, saves that never wait.
+
+Read ticket.py for what a load promises; loader.py and write_behind.py have the threads. Nothing here raises for want
+of a block: a miss, a damaged block and a tier that is down are only a shorter hit.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from kvire.codec.frame import Frames
+from kvire.codec.seal import TenantKey
+from kvire.core.config import StoreConfig
+from kvire.core.errors import StoreError, TierUnavailable
+from kvire.core.keys import BlockKey
+from kvire.core.record import BlockId, BlockRecord
+from kvire.store.epochs import Epochs, Mark
+from kvire.store.explain import Answer, Explainer, MissQuery, Noting
+from kvire.store.keyring import Keyring
+from kvire.store.level import Level, LevelCounts
+from kvire.store.loader import Loader
+from kvire.store.memory import Evicting, Fill
+from kvire.store.speed import Speed
+from kvire.store.ticket import Ticket, Wanted
+from kvire.store.tier import Buffer, Tier, TierKind, TierStats
+from kvire.store.write_behind import DEFAULT_BUFFER_BYTES, WriteBehind
+
+FLUSH_S = 2.0  # that close gives to what is queued
+JOIN_S = 5.0  # and then to threads that are in the middle of something
+STALE_S = 2.0  # that forget and clear wait for writers in the middle of a block
+
+
+@dataclass(frozen=True, slots=True)
+class LevelStats:
+    """One tier: what it says itself, what the store did with it, what waits for it, and how fast it is."""
+
+    kind: TierKind
+    tier: TierStats
+    counts: LevelCounts
+    queued_blocks: int
+    queued_bytes: int
+    speed: Speed
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """levels: by tier name. saves: offered by the engine; dropped_saves: of those, taken for no tier. unadmitted:
+    dropped because their turn did not end in time. shared_reads: blocks that a load got from another load's read.
+    """
+
+    levels: dict[str, LevelStats]
+    saves: int
+    dropped_saves: int
+    unadmitted: int
+    shared_reads: int
+
+
+class TieredStore:
+    """A store over tiers, fastest first, each with its way of writing frames. It owns the tiers: close closes them.
+
+    Starts nothing: `with store:` or open() starts the threads, close() ends them. Before and after that loads fail
+    and saves are dropped. buffer_bytes: for blocks on their way into the tiers.
+    """
+
+    def __init__(
+        self, tiers: Sequence[tuple[Tier, Frames]], keyring: Keyring, config: StoreConfig,
+        *, buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+    ) -> None:  # fmt: skip
+        self._levels = [Level(tier, frames, config.ttl_s) for tier, frames in tiers]
+        self._by_name = {level.name: level for level in self._levels}
+        if len(self._by_name) < len(self._levels):
+            raise StoreError(f"two tiers have the same name: {', '.join(level.name for level in self._levels)}")
+        self._keyring = keyring
+        self._epochs = Epochs(keyring.tenant)
+        self._explainer = Explainer(self._levels)
+        self._loader = Loader(
+            self._levels, self._promote, self._explainer.note_damaged, timeout_s=config.load_timeout_s
+        )
+        self._writer = WriteBehind(
+            self._levels, self._epochs, self._loader.idle, admission=config.admission, buffer_bytes=buffer_bytes,
+            stored=self._explainer.note_stored,
+        )  # fmt: skip
+        self._saves = self._dropped_saves = 0
+        self._opened = False
+        for level in self._levels:
+            if isinstance(level.tier, Evicting):
+                level.tier.on_evict = partial(self._demote, level)
+
+    @property
+    def has_remote(self) -> bool:
+        """Whether a load may find blocks that `held` does not know of."""
+        return any(not level.local for level in self._levels)
+
+    def remote_speed(self) -> Speed | None:
+        """Of the first remote tier; None if there is none."""
+        return next((level.meter.speed() for level in self._levels if not level.local), None)
+
+    def discard(self, ids: Sequence[BlockId]) -> None:
+        """Remove blocks that nobody may meet, wherever they have got to. Queued behind what is being written."""
+        for level in self._levels:
+            self._writer.tell(level, partial(level.tier.delete, tuple(ids), "discarded"))
+
+    def open(self) -> None:
+        """Start the threads. A store that is open stays so; a closed one is not opened again."""
+        if self._opened:
+            return
+        self._opened = True
+        self._writer.start()
+        self._loader.start()
+        self._explainer.start()
+
+    def close(self) -> None:
+        """Write what is queued within FLUSH_S, end all threads, close all tiers. Idempotent.
+
+        A read that is in the middle of a tier is waited for: see Ticket.active.
+        """
+        self._loader.stop(JOIN_S)
+        self._writer.stop(FLUSH_S, JOIN_S)
+        self._explainer.stop(JOIN_S)
+        for level in self._levels:
+            level.tier.close()
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def tenant(self, name: str) -> TenantKey:
+        """The tenant's key, made at first use; its salt joins Namespace.salt. Raises StoreError."""
+        return self._keyring.tenant(name)
+
+    def held(self, ids: Sequence[BlockId]) -> list[str | None]:
+        """Name of the fastest local tier that has each block. Changes nothing, asks nobody remote."""
+        fastest: list[str | None] = [None] * len(ids)
+        for level in reversed(self._levels):
+            if level.local and ids:
+                try:
+                    held = level.promises(ids)
+                except TierUnavailable:
+                    continue
+                fastest = [level.name if here else name for here, name in zip(held, fastest, strict=True)]
+        return fastest
+
+    def load(self, wanted: Sequence[Wanted], *, from_the_back: bool = False) -> Ticket:
+        """Begin to fetch blocks, in the order given or the reverse; returns at once. See Ticket."""
+        marks: dict[str, Mark] = {}
+        with suppress(StoreError):  # a key file that cannot be read: the reads will say so
+            marks = {tenant: self._epochs.mark(tenant) for tenant in {item.record.tenant for item in wanted}}
+        return self._loader.load(wanted, from_the_back=from_the_back, marks=marks)
+
+    def save(self, record: BlockRecord, kv: Buffer) -> bool:
+        """Keep a block: copies its KV and returns; written in the background. False: dropped, and counted."""
+        assert len(kv) == record.kv_bytes
+        kept = self._writer.save(record, kv)
+        self._saves += 1
+        self._dropped_saves += not kept
+        return kept
+
+    def touch(self, ids: Sequence[BlockId]) -> None:
+        """The blocks were used, in order of their sequence. Queued; never waits."""
+        self._writer.touch(tuple(ids))
+
+    def end_of_turn(self, ids: Sequence[BlockId]) -> None:
+        """The request of these blocks is finished: with admission "turn" they are kept from now on."""
+        self._writer.end_of_turn(ids)
+
+    def explain(self, query: MissQuery) -> Answer:
+        """Why a block was missed, worked out in the background."""
+        return self._explainer.ask(query)
+
+    def speed(self, tier_name: str) -> Speed:
+        """How fast a tier was lately."""
+        return self._by_name[tier_name].meter.speed()
+
+    def note_namespace(self, root: BlockKey, fields: Mapping[str, str]) -> None:
+        """Remember what a namespace says (its salt is left out), so that explain can name what differs."""
+        shown = self._explainer.note_namespace(root, fields)
+        for level in self._levels:
+            if isinstance(level.tier, Noting):
+                self._writer.tell(level, partial(level.tier.note_namespace, root, shown))
+
+    def stats(self) -> StoreStats:
+        """Counters, as of now. Never waits for a tier."""
+        levels = {
+            level.name: LevelStats(
+                level.kind, level.tier.stats(), level.counts, *self._writer.queued(level), level.meter.speed()
+            )
+            for level in self._levels
+        }
+        return StoreStats(levels, self._saves, self._dropped_saves, self._writer.unadmitted, self._loader.shared_reads)
+
+    def clear(self) -> int:
+        """Remove every block from every tier; how many, counted once per tier. What is on its way is dropped.
+
+        Raises TierUnavailable if a tier could not be cleared; the others are.
+        """
+        self._epochs.end(None)
+        self._writer.drop_stale(STALE_S)
+        self._explainer.forget(None)
+        return sum(self._everywhere(lambda tier: tier.clear(), "not cleared"))
+
+    def forget(self, tenant: str) -> int:
+        """Destroy the tenant's keys, and remove its blocks from every tier; how many, counted once per tier.
+
+        Raises TierUnavailable if a tier could not remove them; they cannot be read any more all the same, if the
+        store is sealed.
+        """
+        if tenant not in self._keyring.tenants():
+            return 0
+        tag = self._keyring.tenant(tenant).tag
+        self._epochs.end(tenant)
+        self._keyring.forget(tenant)
+        self._writer.drop_stale(STALE_S)
+        self._explainer.forget(tenant)
+        return sum(self._everywhere(lambda tier: tier.delete_tenant(tag), "still has blocks of the tenant"))
+
+    def pin(self, ids: Sequence[BlockId], *, pinned: bool) -> int:
+        """Exempt blocks from eviction and expiry, or end that; how many are in the tier that has most of them.
+
+        Raises TierUnavailable if a tier could not do it; the others did.
+        """
+        return max(self._everywhere(lambda tier: tier.pin(ids, pinned=pinned), "not pinned"), default=0)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was saved is in its tiers, or given up; False if that takes longer."""
+        return self._writer.flush(timeout_s)
+
+    def _everywhere(self, call: Callable[[Tier], int], trouble: str) -> list[int]:
+        counts, failures = [], []
+        for level in self._levels:
+            try:
+                counts.append(call(level.tier))
+            except TierUnavailable as error:
+                level.count(unavailable=1)
+                failures.append(f"{level.name}: {trouble}: {error}")
+        if failures:
+            raise TierUnavailable("; ".join(failures))
+        return counts
+
+    def _promote(self, record: BlockRecord, kv: Buffer, source: Level, marks: Mapping[str, Mark]) -> None:
+        """A block was read: hand it to the levels before the one that gave it."""
+        if source.kind is not TierKind.MEMORY:  # else it was noted when it came
+            self._explainer.note_stored(record)
+        faster = self._levels[: self._levels.index(source)]
+        if faster and (mark := marks.get(record.tenant)):
+            self._writer.offer(
+                record, lambda out: np.copyto(np.asarray(out), np.asarray(kv)), faster, mark=mark, why="promoted"
+            )
+
+    def _demote(self, level: Level, record: BlockRecord, fill: Fill) -> None:
+        """A level makes room: hand what it evicts to the next local one below, unless one below has it."""
+        below = [lower for lower in self._levels[self._levels.index(level) + 1 :] if lower.local]
+        try:
+            if not below or any(lower.held([record.id])[0] for lower in below):
+                return
+            mark = self._writer.mark_of(level, record.tenant)
+        except (TierUnavailable, StoreError):
+            return
+        self._writer.offer(record, partial(level.decode, record, fill), below[:1], mark=mark, why="demoted")

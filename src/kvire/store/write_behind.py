@@ -1,0 +1,242 @@
+"""Blocks on their way into the tiers: who is let in, and a bounded buffer with one queue and writer thread per tier.
+
+Nobody who hands in a block ever waits: what finds no room is dropped and counted. Each tier may fill its share of the
+buffer and no more, so that a slow or dead one holds up nobody else. A block waits in memory of the buffer's own, which
+goes back once every queue is done with it.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from kvire.core.errors import FrameDamaged, FrameForeign, StoreError
+from kvire.core.record import BlockId, BlockRecord
+from kvire.store.epochs import Epochs, Mark
+from kvire.store.level import Level
+from kvire.store.tier import Buffer
+from kvire.store.write_queue import LEAST_BLOCKS, Buffers, Parcel, WriteQueue
+
+DEFAULT_BUFFER_BYTES = 64 << 20
+REMEMBERED_IDS = 1 << 16  # of blocks seen once, for admission
+
+
+class WriteBehind:
+    """Writers for `levels`. admission: "all", or "turn": a block waits until its turn ends or it is seen again, and
+    the one that has waited longest makes room. buffer_bytes: for everything that waits, unless 8 blocks per tier are
+    more. no_loads: see WriteQueue. stored: called with each block that a tier keeps. Starts nothing before `start`;
+    thread-safe.
+    """
+
+    def __init__(
+        self, levels: Sequence[Level], epochs: Epochs, no_loads: threading.Event,
+        *, admission: str = "all", buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+        stored: Callable[[BlockRecord], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self._epochs = epochs
+        self._by_turn = admission == "turn"
+        self._share_bytes = buffer_bytes // max(1, len(levels) + self._by_turn)
+        self._buffers = Buffers(buffer_bytes)
+        self._condition = threading.Condition()
+        self._queues = [
+            WriteQueue(
+                level,
+                self._condition,
+                self._buffers,
+                self._share_bytes,
+                may_store=self._may_store,
+                stored=stored,
+                no_loads=no_loads,
+            )
+            for level in levels
+        ]
+        self._waiting: OrderedDict[BlockId, Parcel] = OrderedDict()  # for the end of their turn
+        self._waiting_bytes = 0
+        self._seen: OrderedDict[BlockId, None] = OrderedDict()
+        self._threads: list[threading.Thread] = []
+        self._running = False
+        self.unadmitted = 0  # blocks whose turn did not end before others needed the room
+
+    def start(self) -> None:
+        """Start one thread per tier."""
+        self._running = True
+        for queue in self._queues:
+            self._threads.append(
+                threading.Thread(target=queue.run, name=f"kvire write {queue.level.name}", daemon=True)
+            )
+            self._threads[-1].start()
+
+    def save(self, record: BlockRecord, kv: Buffer) -> bool:
+        """Copy a block into the buffer, for every tier; False if nobody takes it (counted). Never waits for a tier."""
+        levels = [queue.level for queue in self._queues]
+        if self._by_turn:
+            with self._condition:
+                if record.id in self._waiting:  # seen a second time
+                    self._admit([record.id])
+                    return True
+                levels = levels if self._was_seen(record.id) else []
+        return self.offer(record, lambda out: np.copyto(np.asarray(out), np.asarray(kv)), levels)
+
+    def offer(
+        self, record: BlockRecord, fill: Callable[[Buffer], None], levels: Sequence[Level],
+        *, mark: Mark | None = None, why: str = "saved",
+    ) -> bool:  # fmt: skip
+        """Queue a block for `levels`, or with none to wait for the end of its turn; False if there is no room for it.
+
+        fill: writes its KV; it may raise FrameDamaged or FrameForeign. mark: of what fill reads, if that is older than
+        this call.
+        """
+        try:
+            mark = mark or self._epochs.mark(record.tenant)
+        except StoreError:  # the key file cannot be read: nothing can be stored
+            return False
+        with self._condition:
+            queues = [queue for queue in self._queues if queue.level in levels and record.id not in queue.ids]
+            if levels and not queues:
+                return True  # on its way already
+            taking = [queue for queue in queues if self._running and queue.has_room(record.kv_bytes)]
+            for queue in queues:
+                queue.level.count(dropped=queue not in taking)
+            if not self._running or not self._queues or (levels and not taking):
+                return False
+            parcel = Parcel(record, self._buffers.take(record.kv_bytes), mark, why)
+            for queue in taking:
+                queue.reserve(parcel)
+        try:
+            fill(parcel.kv)
+        except (FrameDamaged, FrameForeign):
+            with self._condition:
+                for queue in taking:
+                    queue.done(parcel)
+            return False
+        with self._condition:
+            for queue in taking:
+                queue.put(parcel)
+            if not levels:
+                self._let_wait(parcel)
+        return True
+
+    def touch(self, ids: Sequence[BlockId]) -> None:
+        """The blocks were used: tell every tier, in its thread. Those that wait for their turn were seen twice."""
+        with self._condition:
+            self._admit(ids)
+            for queue in self._queues:
+                queue.tell(partial(queue.level.tier.touch, ids))
+
+    def end_of_turn(self, ids: Sequence[BlockId]) -> None:
+        """Admit the blocks that wait for this."""
+        with self._condition:
+            self._admit(ids)
+
+    def tell(self, level: Level, call: Callable[[], object]) -> None:
+        """Have a tier's thread make a call that may raise TierUnavailable, which is then counted."""
+        with self._condition:
+            self._queue_of(level).tell(call)
+
+    def queued(self, level: Level) -> tuple[int, int]:
+        """Blocks and bytes that wait for a tier or are being written to it."""
+        with self._condition:
+            queue = self._queue_of(level)
+            return len(queue.ids), queue.bytes
+
+    def mark_of(self, level: Level, tenant: str) -> Mark:
+        """For what the thread of this tier meets there now: not newer than anything that it is writing. Raises
+        StoreError.
+        """
+        mark = self._epochs.mark(tenant)
+        epochs = [parcel.mark.epoch for parcel in self._queue_of(level).writing]
+        return mark._replace(epoch=min([mark.epoch, *epochs]))
+
+    def drop_stale(self, timeout_s: float) -> bool:
+        """Drop what the last `Epochs.end` ended, and wait until nobody is writing any of it; False if that takes
+        longer. Whoever still writes then deletes it afterwards.
+        """
+        end = time.monotonic() + timeout_s
+        with self._condition:
+            for block_id in [i for i, parcel in self._waiting.items() if not self._is_recent(parcel)]:
+                self._forget_waiting(block_id)
+            for queue in self._queues:
+                queue.level.count(stale=queue.drop(lambda parcel: not self._is_recent(parcel)))
+            return self._wait_until(
+                lambda: all(self._is_recent(parcel) for queue in self._queues for parcel in queue.writing), end
+            )
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything that was queued is written or given up; False if that takes longer."""
+        with self._condition:
+            end = time.monotonic() + timeout_s
+            return self._wait_until(lambda: all(queue.is_empty for queue in self._queues), end)
+
+    def stop(self, timeout_s: float, join_s: float) -> None:
+        """Flush within timeout_s, drop the rest (counted), and end all threads."""
+        if self._running:
+            self.flush(timeout_s)
+        with self._condition:
+            self._running = False
+            for block_id in list(self._waiting):
+                self._forget_waiting(block_id)
+            for queue in self._queues:
+                queue.stop()
+        end = time.monotonic() + join_s
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        self._threads.clear()
+
+    # Under the lock
+
+    def _queue_of(self, level: Level) -> WriteQueue:
+        return next(queue for queue in self._queues if queue.level is level)
+
+    def _let_wait(self, parcel: Parcel) -> None:
+        """Until its turn ends."""
+        size_bytes = parcel.record.kv_bytes
+        share_bytes = max(self._share_bytes, LEAST_BLOCKS * size_bytes)
+        while self._waiting and self._waiting_bytes + size_bytes > share_bytes:
+            self._forget_waiting(next(iter(self._waiting)))
+            self.unadmitted += 1
+        self._waiting[parcel.record.id] = parcel
+        self._waiting_bytes += size_bytes
+
+    def _was_seen(self, block_id: BlockId) -> bool:
+        """Whether a block was handed in before; from now on it was."""
+        seen = block_id in self._seen
+        self._seen[block_id] = None
+        if len(self._seen) > REMEMBERED_IDS:
+            self._seen.popitem(last=False)
+        return seen
+
+    def _admit(self, ids: Sequence[BlockId]) -> None:
+        for block_id in ids if self._waiting else ():
+            if (parcel := self._waiting.pop(block_id, None)) is None:
+                continue
+            self._waiting_bytes -= parcel.record.kv_bytes
+            queues = [queue for queue in self._queues if block_id not in queue.ids]
+            taking = [queue for queue in queues if queue.has_room(parcel.record.kv_bytes)]
+            for queue in queues:
+                queue.level.count(dropped=queue not in taking)
+            for queue in taking:
+                queue.reserve(parcel)
+                queue.put(parcel)
+            if not taking:
+                self._buffers.give_back(parcel.kv)
+
+    def _forget_waiting(self, block_id: BlockId) -> None:
+        parcel = self._waiting.pop(block_id)
+        self._waiting_bytes -= parcel.record.kv_bytes
+        self._buffers.give_back(parcel.kv)
+
+    def _is_recent(self, parcel: Parcel) -> bool:
+        return self._epochs.is_recent(parcel.record.tenant, parcel.mark)
+
+    def _may_store(self, parcel: Parcel) -> bool:
+        return self._epochs.is_current(parcel.record.tenant, parcel.mark)
+
+    def _wait_until(self, done: Callable[[], bool], end: float) -> bool:
+        while not done():
+            if (left_s := end - time.monotonic()) <= 0 or not self._running:
+                return False
+            self._condition.wait(left_s)
+        return True

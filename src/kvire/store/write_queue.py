@@ -1,0 +1,212 @@
+"""What waits for one tier, and the thread that writes it there. All queues of a store share one lock and one buffer."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvire.core.errors import StoreError, TierUnavailable
+from kvire.core.record import BlockId, BlockRecord
+from kvire.store.epochs import Mark
+from kvire.store.level import Level
+from kvire.store.tier import Buffer
+
+LEAST_BLOCKS = 8  # that each share has room for, however large they are
+BATCH_BLOCKS = 32  # written after one look at what the tier holds
+QUEUED_CALLS = 1024
+# Blocks are written within a second all the same. Beside a load, each would cost it about 0.4 ms: two threads that take
+# the interpreter from each other (docs/adr/0015-tiered-store.md).
+LOADS_FIRST_S = 0.3
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Parcel:
+    """A block in the buffer. mark: see Epochs. why: names the counter. queues: how many still need it."""
+
+    record: BlockRecord
+    kv: Buffer
+    mark: Mark
+    why: str
+    queues: int = 0
+
+
+class Buffers:
+    """Memory for KV, at most limit_bytes besides what is in use; reused, since fresh pages are filled several times
+    slower. Not thread-safe.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._free: dict[int, list[Buffer]] = {}
+        self._made_bytes = 0  # free or in use
+
+    def take(self, size_bytes: int) -> Buffer:
+        """Memory of exactly that size, with anything in it."""
+        if free := self._free.get(size_bytes):
+            return free.pop()
+        if self._made_bytes + size_bytes > self._limit_bytes:  # the sizes have changed
+            self._made_bytes -= sum(size * len(buffers) for size, buffers in self._free.items())
+            self._free.clear()
+        self._made_bytes += size_bytes
+        return np.empty(size_bytes, dtype=np.uint8).data
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Nobody uses it any more."""
+        self._free.setdefault(len(buffer), []).append(buffer)
+
+
+class WriteQueue:
+    """Parcels on their way into one tier, in order.
+
+    condition: its lock guards everything here but `run`. share_bytes: what may wait, unless LEAST_BLOCKS are more.
+    may_store: asked before and after each write; what may not be stored any more is deleted again. stored: called with
+    each block that the tier keeps. no_loads: waited for before each batch, but not long: somebody waits for loads.
+    """
+
+    def __init__(
+        self, level: Level, condition: threading.Condition, buffers: Buffers, share_bytes: int,
+        *, may_store: Callable[[Parcel], bool], stored: Callable[[BlockRecord], None], no_loads: threading.Event,
+    ) -> None:  # fmt: skip
+        self.level = level
+        self.parcels: deque[Parcel] = deque()
+        self.writing: list[Parcel] = []
+        self.ids: set[BlockId] = set()  # of parcels and writing
+        self.bytes = 0  # of them
+        # Small things to tell the tier. Of too many the oldest are lost, which costs recency and nothing else.
+        self._calls: deque[Callable[[], object]] = deque(maxlen=QUEUED_CALLS)
+        self._condition = condition
+        self._buffers = buffers
+        self._share_bytes = share_bytes
+        self._may_store = may_store
+        self._stored = stored
+        self._no_loads = no_loads
+        self._busy = False
+        self._running = True
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing left to do."""
+        return not (self.parcels or self._calls or self._busy)
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether one more block may wait."""
+        return self.bytes + size_bytes <= max(self._share_bytes, LEAST_BLOCKS * size_bytes)
+
+    def reserve(self, parcel: Parcel) -> None:
+        """The parcel will be put in; until then its place is taken."""
+        self.ids.add(parcel.record.id)
+        self.bytes += parcel.record.kv_bytes
+        parcel.queues += 1
+
+    def put(self, parcel: Parcel) -> None:
+        """Queue a parcel that was reserved for."""
+        self.parcels.append(parcel)
+        self._condition.notify_all()
+
+    def tell(self, call: Callable[[], object]) -> None:
+        """Have the thread make a call, which may raise TierUnavailable."""
+        self._calls.append(call)
+        self._condition.notify_all()
+
+    def done(self, parcel: Parcel) -> None:
+        """This queue needs the parcel no more."""
+        self.ids.discard(parcel.record.id)
+        self.bytes -= parcel.record.kv_bytes
+        parcel.queues -= 1
+        if parcel.queues == 0:
+            self._buffers.give_back(parcel.kv)
+        self._condition.notify_all()
+
+    def drop(self, which: Callable[[Parcel], bool]) -> int:
+        """Take parcels out that are not being written; how many."""
+        dropped = [parcel for parcel in self.parcels if which(parcel)]
+        for parcel in dropped:
+            self.parcels.remove(parcel)
+            self.done(parcel)
+        return len(dropped)
+
+    def stop(self) -> None:
+        """End the thread after what it is doing; what still waits is dropped and counted."""
+        self._running = False
+        self.level.count(dropped=self.drop(lambda _: True))
+        self._calls.clear()
+        self._condition.notify_all()
+
+    def run(self) -> None:
+        """Life of the thread."""
+        scratch = bytearray()
+        while (calls := self._next()) is not None:
+            self._no_loads.wait(LOADS_FIRST_S)
+            longest = max((self.level.frames.frame_bytes(parcel.record) for parcel in self.writing), default=0)
+            if len(scratch) < longest:
+                scratch = bytearray(longest)
+            try:
+                self._write_batch(memoryview(scratch))
+                for call in calls:
+                    with suppress(TierUnavailable), self.level.answers():
+                        call()
+            except Exception:  # a bug of a tier must not end the thread: nothing would be written any more
+                log.exception("writing to %s failed", self.level.name)
+                self.level.count(unavailable=1)
+            finally:
+                for parcel in list(self.writing):
+                    self._written(parcel)
+                with self._condition:
+                    self._busy = False
+                    self._condition.notify_all()
+
+    def _next(self) -> list[Callable[[], object]] | None:
+        """Wait for work; moves a batch to `writing`, returns the calls. None at the end."""
+        with self._condition:
+            while self._running and not self.parcels and not self._calls:
+                self._condition.wait()
+            if not self._running:
+                return None
+            self.writing = [self.parcels.popleft() for _ in range(min(BATCH_BLOCKS, len(self.parcels)))]
+            calls = list(self._calls)
+            self._calls.clear()
+            self._busy = True
+            return calls
+
+    def _write_batch(self, scratch: Buffer) -> None:
+        parcels = list(self.writing)
+        try:
+            needed = self.level.needs([parcel.record.id for parcel in parcels]) if parcels else []
+        except TierUnavailable:
+            self.level.count(dropped=len(parcels))
+            return
+        known = [parcel.record.id for parcel, is_needed in zip(parcels, needed, strict=True) if not is_needed]
+        self.level.count(known=len(known))
+        for parcel, is_needed in zip(parcels, needed, strict=True):
+            if is_needed:
+                self._write(parcel, scratch)
+            self._written(parcel)
+        if known:
+            self.level.tier.touch(known)
+
+    def _write(self, parcel: Parcel, scratch: Buffer) -> None:
+        record = parcel.record
+        try:
+            kept = self.level.store(record, parcel.kv, scratch, parcel.mark.tag, lambda: self._may_store(parcel))
+            if not self._may_store(parcel):
+                self.level.count(stale=1)
+                self.level.tier.delete([record.id], "forgotten")
+                return
+        except (TierUnavailable, StoreError):
+            self.level.count(dropped=1)
+            return
+        if kept:
+            self._stored(record)
+            if parcel.why != "saved":
+                self.level.count(**{parcel.why: 1})
+
+    def _written(self, parcel: Parcel) -> None:
+        with self._condition:
+            self.writing.remove(parcel)
+            self.done(parcel)

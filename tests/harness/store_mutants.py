@@ -1,0 +1,293 @@
+"""Deliberately broken builds of the store above its tiers' files; tests/store must notice each.
+
+As in mutants.py, a mutant patches one function of Kvire for the length of a test.
+"""
+
+from functools import partial
+from hashlib import sha256
+
+import pytest
+
+from kvire.codec import frame
+from kvire.codec.frame import Header
+from kvire.codec.seal import Checksum
+from kvire.core.errors import BlockMissing
+from kvire.core.keys import Namespace, field
+from kvire.store.epochs import Epochs
+from kvire.store.eviction import EvictionOrder
+from kvire.store.explain import Explainer
+from kvire.store.level import Level
+from kvire.store.loader import Loader, _Flight, _Workers
+from kvire.store.memory import MemoryTier
+from kvire.store.ticket import LoadState, Ticket
+from kvire.store.write_behind import WriteBehind
+from kvire.store.write_queue import WriteQueue
+
+
+def published_before_the_load_ends(patch: pytest.MonkeyPatch) -> None:
+    """A block is called ready when its reading begins."""
+    state = Ticket.state
+
+    def broken(self, i):
+        return LoadState.READY if state(self, i) is LoadState.READING else state(self, i)
+
+    patch.setattr(Ticket, "state", broken)
+
+
+def claim_ignored(patch: pytest.MonkeyPatch) -> None:
+    """A block that the caller computes is read all the same."""
+    begin = Ticket.begin
+
+    def broken(self, i, *, attached):
+        part = self._parts[i]
+        if part.state is LoadState.CLAIMED and not self._cancelled:
+            part.state = LoadState.WAITING
+            self._pending += 1
+        return begin(self, i, attached=attached)
+
+    patch.setattr(Ticket, "begin", broken)
+
+
+def cancelled_loads_count_as_quiet(patch: pytest.MonkeyPatch) -> None:
+    """Nobody counts the reads that may still write."""
+    patch.setattr(Ticket, "active", property(lambda self: 0))
+
+
+def remote_reads_into_the_callers_memory(patch: pytest.MonkeyPatch) -> None:
+    """What arrives after the deadline lands where somebody else computes by then."""
+
+    def broken(self, flight):
+        if (first := self._board(flight, flight.number)) is None:
+            return
+        level = self._remote[flight.number]
+        if (failure := self._fetch(level, flight.record, first.out, None)) is None:
+            self._land(flight, flight.number, first.out, level)
+        else:
+            self._divert(flight, flight.number, failure)
+
+    patch.setattr(Loader, "_read_remote", broken)
+
+
+def everybody_reads_alone(patch: pytest.MonkeyPatch) -> None:
+    """Loads of the same block do not know of each other."""
+
+    def broken(self, load, numbers, place):
+        return [_Flight(load.ticket.wanted[i].record, number, [(load, i)]) for i, number in numbers.items()]
+
+    patch.setattr(Loader, "_flights_for", broken)
+
+
+def the_first_reader_goes_first(patch: pytest.MonkeyPatch) -> None:
+    """Copies for others are made from memory that was handed out already."""
+    end = Loader._end
+    patch.setattr(Loader, "_end", lambda self, flight, place: end(self, flight, place)[::-1])
+
+
+def checksum_skipped(patch: pytest.MonkeyPatch) -> None:
+    """Frames are taken at their word."""
+    patch.setattr(Checksum, "check", lambda self, header, section, plain, tag: None)
+
+
+def damaged_blocks_stay(patch: pytest.MonkeyPatch) -> None:
+    """Damage is a miss, again and again."""
+    init = Level.__init__
+
+    class Keeping:
+        def __init__(self, tier):
+            self._tier = tier
+
+        def __getattr__(self, name):
+            return (lambda ids, reason: 0) if name == "delete" else getattr(self._tier, name)
+
+    def broken(self, tier, *rest):
+        init(self, tier, *rest)
+        self.tier = Keeping(tier)
+
+    patch.setattr(Level, "__init__", broken)
+
+
+def deleted_at_first_sight(patch: pytest.MonkeyPatch) -> None:
+    """A block that is replaced while it is read counts as damaged."""
+    read = Level._read
+
+    def broken(self, record, out, timeout_s):
+        try:
+            read(self, record, out, timeout_s)
+        except BlockMissing:
+            raise
+        except Exception:
+            self.tier.delete([record.id], "damaged")
+            raise
+
+    patch.setattr(Level, "_read", broken)
+
+
+def foreign_blocks_are_promised_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """A lookup promises what no load can get."""
+    patch.setattr(Level, "promises", lambda self, ids: self.held(ids))
+
+
+def address_is_enough(patch: pytest.MonkeyPatch) -> None:
+    """Tokens, parent and place are not compared."""
+    patch.setattr(Header, "stands_for", lambda self, record, tenant: self.key == record.id.key)
+    patch.setattr(frame, "_token_ids", lambda header, whole, guard: _AnyIds())
+
+
+def any_sound_frame_will_do(patch: pytest.MonkeyPatch) -> None:
+    """What lies under an address is taken for what belongs there."""
+    patch.setattr(Header, "stands_for", lambda self, record, tenant: True)
+    patch.setattr(frame, "_token_ids", lambda header, whole, guard: _AnyIds())
+
+
+class _AnyIds:
+    def __eq__(self, other):
+        return True
+
+    def __ne__(self, other):
+        return False
+
+    __hash__ = None
+
+
+def salt_dropped(patch: pytest.MonkeyPatch) -> None:
+    """Tenants share names, and nobody compares whose a frame is."""
+
+    def root(self):
+        fields = ("weights", "config", "numerics", "kv_dtype", "spec", "block_size")
+        return sha256(b"".join(field(name, str(getattr(self, name)).encode()) for name in fields)).digest()
+
+    patch.setattr(Namespace, "root", property(root))
+    patch.setattr(frame, "_guard", lambda header, tenant: frame._CHECKSUM)
+    patch.setattr(Header, "stands_for", lambda self, record, tenant: self.key == record.id.key)
+
+
+def drops_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """What finds no room disappears in silence."""
+    count = Level.count
+    patch.setattr(Level, "count", lambda self, **added: count(self, **(added | {"dropped": 0})))
+
+
+def queues_without_bounds(patch: pytest.MonkeyPatch) -> None:
+    """A slow tier fills the memory."""
+    patch.setattr(WriteQueue, "has_room", lambda self, size_bytes: True)
+
+
+def saved_without_a_copy(patch: pytest.MonkeyPatch) -> None:
+    """The buffer holds the pool's own memory."""
+    save = WriteBehind.save
+
+    def broken(self, record, kv):
+        self._buffers.take = lambda size_bytes: kv
+        return save(self, record, kv)
+
+    patch.setattr(WriteBehind, "save", broken)
+
+
+def forgotten_blocks_are_still_written(patch: pytest.MonkeyPatch) -> None:
+    """A writer does not look whether its block was forgotten meanwhile."""
+    patch.setattr(WriteBehind, "_may_store", lambda self, parcel: True)
+
+
+def clear_stops_at_the_tiers(patch: pytest.MonkeyPatch) -> None:
+    """Clearing clears the tiers and not what is on its way to them; the writers do not look either."""
+    patch.setattr(Epochs, "is_recent", lambda self, tenant, mark: True)
+
+
+def turns_do_not_matter(patch: pytest.MonkeyPatch) -> None:
+    """Everything is admitted."""
+    patch.setattr(WriteBehind, "_was_seen", lambda self, block_id: True)
+
+
+def known_blocks_are_written_again(patch: pytest.MonkeyPatch) -> None:
+    """Each tier is sent each block whenever it is seen."""
+    patch.setattr(Level, "needs", lambda self, ids: [True] * len(ids))
+
+
+def stale_index_after_replace(patch: pytest.MonkeyPatch) -> None:
+    """A block that is there already keeps its first frame."""
+    write = MemoryTier.write
+
+    def broken(self, record, *rest, **options):
+        return True if self.held([record.id])[0] else write(self, record, *rest, **options)
+
+    patch.setattr(MemoryTier, "write", broken)
+
+
+def slots_reused_under_readers(patch: pytest.MonkeyPatch) -> None:
+    """What is deleted is free at once, whoever reads it."""
+    unindex = MemoryTier._unindex
+
+    def broken(self, slot):
+        extents, readers, slot.readers = list(slot.extents), slot.readers, 0
+        unindex(self, slot)
+        slot.readers = readers
+        if readers:  # they go on reading there
+            slot.extents = extents
+            patch.setattr(self._arena, "give_back", _once(self._arena.give_back, extents))
+
+    patch.setattr(MemoryTier, "_unindex", broken)
+
+
+def _once(give_back, extents):
+    """Ignore what was given back before."""
+    return lambda more: None if more == extents else give_back(more)
+
+
+def lookups_count_as_use(patch: pytest.MonkeyPatch) -> None:
+    """Whatever is looked for stays."""
+    held = MemoryTier.held
+
+    def broken(self, ids, timeout_s=None):
+        self.touch(ids)
+        return held(self, ids, timeout_s)
+
+    patch.setattr(MemoryTier, "held", broken)
+
+
+def parents_go_first(patch: pytest.MonkeyPatch) -> None:
+    """Eviction looks at age alone."""
+
+    def broken(self, use):
+        slots = [slot for slot in self.index.values() if slot.queued and not slot.readers]
+        slots = [slot for slot in slots if self.tenants[slot.tenant_tag] is use]
+        if not slots:
+            return None
+        oldest = min(slots, key=lambda slot: slot.stamp)
+        oldest.queued = False
+        return oldest
+
+    patch.setattr(EvictionOrder, "_oldest", broken)
+
+
+def one_tenant_may_evict_all(patch: pytest.MonkeyPatch) -> None:
+    """Who takes how much does not matter."""
+    victims = EvictionOrder.victims
+
+    def broken(self, missing_bytes, tenant_tag):
+        used = {tag: use.used_bytes for tag, use in self.tenants.items()}
+        for tag, use in self.tenants.items():
+            use.used_bytes = 1 << 40 if tag != tenant_tag else 0
+        try:
+            return victims(self, missing_bytes, tenant_tag)
+        finally:
+            for tag, use in self.tenants.items():
+                use.used_bytes = used[tag]
+
+    patch.setattr(EvictionOrder, "victims", broken)
+
+
+def threads_stay(patch: pytest.MonkeyPatch) -> None:
+    """Closing ends nothing."""
+    patch.setattr(_Workers, "stop", lambda self: None)
+    patch.setattr(_Workers, "join", lambda self, end: None)
+
+
+def salts_are_noted(patch: pytest.MonkeyPatch) -> None:
+    """What a namespace says is kept as it came."""
+    note = Explainer.note_namespace
+    patch.setattr(Explainer, "note_namespace", lambda self, root, fields: note(self, root, fields) | dict(fields))
+
+
+def misses_are_never_evictions(patch: pytest.MonkeyPatch) -> None:
+    """Nobody remembers what was stored."""
+    patch.setattr(Explainer, "note_stored", partial(lambda self, record: None))
