@@ -46,6 +46,7 @@ class Load:
         self.started_s = monotonic()
         self.jumped = self.claimed = False  # whether some blocks were taken over, and some computed
         self.unsure: int | None = None  # the first block computed before anybody said whether it is stored
+        self.told = False  # whether a remote tier began to give what is not certainly there
         self.waited_s = 0.0
         self.is_lost = False  # all or nothing, and it is nothing
         self._waits_since: float | None = None
@@ -86,7 +87,7 @@ class Load:
 
     def is_stored(self, index: int) -> bool:
         """Whether block `index`, which did not fail, is certainly in some tier."""
-        return index < self.known or not self.ticket.probing
+        return index < self.known or self.told
 
     def failure(self, index: int) -> str | None:
         """Why block `index` could not be loaded; None if it can, or was not tried."""
@@ -95,6 +96,9 @@ class Load:
 
     def claim(self, index: int, stop: int) -> int:
         """Take blocks from `index` on for computing; the first one, up to `stop`, that cannot be had."""
+        if not self.told and self.known < self.stop:
+            begun, states = (LoadState.READING, LoadState.READY), self.ticket.states()
+            self.told = any(states[p] in begun for at, places in self._at.items() if at >= self.known for p in places)
         for at in range(index, min(stop, self.stop)):
             if at not in self._given_up and not all(self.ticket.claim(place) for place in self._at[at]):
                 return at

@@ -18,6 +18,8 @@ NAP_S = 0.002
 QUIET_S = 0.005
 # How long a look into the tiers' indexes holds.
 FRESH_S = 0.25
+# Tiers that were too slow to load from are tried again after so long without a load.
+TRY_AGAIN_S = 30.0
 
 _FAILURES = {"damaged": MissReason.DAMAGED, "unavailable": MissReason.UNAVAILABLE}
 
@@ -42,20 +44,23 @@ class Prefetcher:
         self.pool = pool
         self.prefill = prefill
         self.draining: list[tuple[GroupedLease, Ticket]] = []  # memory that a read may still write into
+        self._loaded_s = monotonic()
         self.met = 0  # loads of which part was loaded and part computed: from both ends, or because a tier was slow
 
     def plan(self, seq: Sequence, keys: list[BlockKey], matched: int) -> Plan | None:
         """What to load of the blocks with `keys` beyond those the device has; None to compute them all."""
+        seq.passed_over = False
         if not seq.loads or matched == len(keys):
             return None
         stored = self._stored(seq, keys, matched)
         if stored is None:
             return None
-        choice = self.link.choice(stored, self.prefill, matched * self.pool.block_size)
-        if choice.way is Way.LOAD or (choice.way is Way.BOTH and not self.pool.has_windows):
-            return Plan(stored, choice.way)
-        if stored.known > matched:
-            self._note_miss(seq, matched, MissReason.SLOWER)
+        way = self.link.choice(stored, self.prefill, matched * self.pool.block_size).way
+        if way is Way.COMPUTE and monotonic() - self._loaded_s > TRY_AGAIN_S:
+            way = Way.BOTH  # it costs next to nothing, and shows whether the tiers are still so slow
+        if way is Way.LOAD or (way is Way.BOTH and not self.pool.has_windows):
+            return Plan(stored, way)
+        seq.passed_over = stored.known > matched
         return None
 
     def _stored(self, seq: Sequence, keys: list[BlockKey], matched: int) -> Stored | None:
@@ -72,7 +77,10 @@ class Prefetcher:
         """
         assert seq.lease is not None
         seq.looked_up = None
+        if seq.passed_over:
+            self._note_miss(seq, seq.num_published, MissReason.SLOWER)
         if plan is not None:
+            self._loaded_s = monotonic()
             self.link.copy(copies)
             seq.load = self.link.start(seq, seq.lease, plan.stored, plan.way)
         if seq.miss_token is not None and seq.explanation is None and seq.num_answer == 0:

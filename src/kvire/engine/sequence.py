@@ -66,6 +66,7 @@ class Sequence:
         self.contents: list[bytes] = []  # content ids of full blocks, as far as they are known
         self.looked_up: tuple[int, float, Any] | None = None  # device blocks, when, and what is stored beyond
         self.load: Load | None = None  # blocks on their way from the store
+        self.passed_over = False  # something is stored, but computing it is faster
         self.loads = True  # whether it may load once more
         self.device_tokens = 0
         self.loaded_tokens: Counter[TierKind] = Counter()

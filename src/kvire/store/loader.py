@@ -252,6 +252,7 @@ class Loader:
             self._ask_remote(load, numbers, place + 1, Failure(FailureReason.UNAVAILABLE, str(error)))
             return
         here = {i: place for i, is_here in zip(numbers, held, strict=True) if is_here}
+        ticket.expect(list(here))
         flights = self._flights_for(load, here, place)
         self._remote_workers[place].add(partial(self._read_remote, flight) for flight in flights)
         self._ask_remote(load, [i for i in numbers if i not in here], place + 1, failure)

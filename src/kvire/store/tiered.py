@@ -102,8 +102,7 @@ class TieredStore:
 
     def discard(self, ids: Sequence[BlockId]) -> None:
         """Remove blocks that nobody may meet, wherever they have got to. Queued behind what is being written."""
-        for level in self._levels:
-            self._writer.tell(level, partial(level.tier.delete, tuple(ids), "discarded"))
+        self._writer.discard(ids)
 
     def open(self) -> None:
         """Start the threads. A store that is open stays so; a closed one is not opened again."""

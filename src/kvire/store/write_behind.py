@@ -131,6 +131,16 @@ class WriteBehind:
         with self._condition:
             self._admit(ids)
 
+    def discard(self, ids: Sequence[BlockId]) -> None:
+        """Drop these blocks where they wait, and have every tier remove them after what is being written."""
+        unwanted = set(ids)
+        with self._condition:
+            for block_id in unwanted & self._waiting.keys():
+                self._forget_waiting(block_id)
+            for queue in self._queues:
+                queue.drop(lambda parcel: parcel.record.id in unwanted)
+                queue.tell(partial(queue.level.tier.delete, tuple(ids), "discarded"))
+
     def tell(self, level: Level, call: Callable[[], object]) -> None:
         """Have a tier's thread make a call that may raise TierUnavailable, which is then counted."""
         with self._condition:

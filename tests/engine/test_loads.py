@@ -1,0 +1,197 @@
+"""A load that meets a computation, and tiers that stall, die or lie in the middle of one."""
+
+import time
+from pathlib import Path
+
+import pytest
+from harness.engines import BLOCK, drive, oracle, request, words
+from harness.loads import (
+    BLOCK_BYTES,
+    HASTY_S,
+    PATIENT_S,
+    at_rest,
+    engine_over,
+    finish,
+    ids_of,
+    keep,
+    say_how_fast,
+)
+from store.stores import BentTier, open_store
+
+from kvire.core.report import MissReason
+from kvire.store.tier import TierKind
+
+B = BLOCK
+BLOCKS = 10
+PROMPT = words(1, BLOCKS * B + 3)
+
+
+@pytest.mark.parametrize("kind", [TierKind.DISK, TierKind.REMOTE])
+def test_computing_from_the_front_meets_loading_from_the_back(tmp_path: Path, kind: TierKind) -> None:
+    prompt, tier = words(2, 40 * B + 3), BentTier(kind)
+    with open_store(tmp_path, tier, load_timeout_s=5) as store:
+        keep(store, prompt)
+        token_s = PATIENT_S if kind is TierKind.DISK else HASTY_S  # it waits for a remote tier's word
+        say_how_fast(store, BLOCK_BYTES / (B * token_s))
+        tier.slow_s = 0.002 if kind is TierKind.DISK else 0.02  # several threads read remote tiers
+        engine = engine_over(store, token_s=token_s)
+        one = request(prompt)
+        answer = drive(engine, [one])[one.request_id, 0]
+        report = answer.cache
+        loaded = report.disk_tokens + report.remote_tokens
+        assert loaded >= 4 * B and report.computed_tokens >= 4 * B, "both"
+        assert loaded + report.computed_tokens == len(prompt)
+        assert engine.scheduler.prefetcher.met == 1
+        assert answer.token_ids == oracle(prompt).token_ids
+        order = ids_of(engine, prompt)
+        assert order[-1] in tier.log[:5], "from the back"
+
+
+def test_what_is_computed_is_not_read(tmp_path: Path) -> None:
+    prompt, tier = words(2, 40 * B + 3), BentTier()
+    with open_store(tmp_path, tier) as store:
+        keep(store, prompt)
+        say_how_fast(store, BLOCK_BYTES / (B * PATIENT_S))
+        tier.gate.clear()
+        engine = engine_over(store)
+        engine.submit(one := request(prompt))
+        engine.step()
+        (seq,) = engine.scheduler.running
+        computed = seq.num_computed // B
+        assert 0 < computed < 40, "it did not wait for the last block, which cannot be read yet"
+        tier.gate.set()
+        assert seq.load.ticket.wait(10)
+        assert sorted(tier.log) == sorted(ids_of(engine, prompt)[computed:])
+        assert finish(engine, one).token_ids == oracle(prompt).token_ids
+
+
+def test_loading_alone_computes_nothing_meanwhile(tmp_path: Path) -> None:
+    tier = BentTier()
+    with open_store(tmp_path, tier) as store:
+        keep(store, PROMPT)
+        tier.slow_s = 0.02
+        engine = engine_over(store)
+        engine.submit(one := request(PROMPT))
+        answer = finish(engine, one)
+        assert answer.cache.computed_tokens == 3
+        assert engine.stats.steps == 16, "one for the rest of the prompt and the first token, then one for each"
+
+
+@pytest.mark.parametrize("kind", [TierKind.DISK, TierKind.REMOTE])
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_a_tier_that_dies_in_the_middle(tmp_path: Path, after: int, kind: TierKind) -> None:
+    tier = BentTier(kind)
+    with open_store(tmp_path, tier, load_timeout_s=5) as store:
+        keep(store, PROMPT)
+
+        def die(block_id, buffers, length):
+            tier.dead = len(tier.log) >= after
+            return length
+
+        tier.bend, tier.dead = die, after == 0
+        tier.held = lambda ids, timeout_s=None: tier.inner.held(ids)  # its index still says that it has them
+        engine = engine_over(store)
+        one = request(PROMPT)
+        answer = drive(engine, [one])[one.request_id, 0]
+        report = answer.cache
+        assert answer.token_ids == oracle(PROMPT).token_ids
+        loaded = report.disk_tokens + report.remote_tokens
+        assert loaded <= (after + 3) * B, "what several threads had begun may still come"
+        assert report.miss is MissReason.UNAVAILABLE
+        if kind is TierKind.DISK:
+            assert report.miss_token == loaded == after * B
+
+
+def test_a_tier_with_a_bug_is_a_tier_that_does_not_answer(tmp_path: Path) -> None:
+    tier = BentTier()
+    with open_store(tmp_path, tier) as store:
+        keep(store, PROMPT)
+
+        def fault(block_id, buffers, length):
+            raise ZeroDivisionError
+
+        tier.bend = fault
+        one = request(PROMPT)
+        answer = drive(engine_over(store), [one])[one.request_id, 0]
+        assert answer.token_ids == oracle(PROMPT).token_ids
+        assert (answer.cache.miss, answer.cache.reused_tokens) == (MissReason.UNAVAILABLE, 0)
+
+
+@pytest.mark.parametrize("damaged", [[0], [4], [9], [3, 4, 7], list(range(10))])
+def test_damaged_blocks_are_computed_and_the_others_loaded(tmp_path: Path, damaged: list[int]) -> None:
+    tier = BentTier()
+    with open_store(tmp_path, tier) as store:
+        keep(store, PROMPT)
+        engine = engine_over(store)
+        ids = {ids_of(engine, PROMPT)[index] for index in damaged}
+
+        def flip(block_id, buffers, length):
+            if block_id in ids:
+                buffers[-1][-1] ^= 1
+            return length
+
+        tier.bend = flip
+        one = request(PROMPT)
+        answer = drive(engine, [one])[one.request_id, 0]
+        report = answer.cache
+        assert answer.token_ids == oracle(PROMPT).token_ids
+        assert report.disk_tokens == (BLOCKS - len(damaged)) * B, "only what is damaged is computed"
+        assert (report.miss, report.miss_token) == (MissReason.DAMAGED, damaged[0] * B)
+        tier.bend = None
+        assert store.flush(10)
+        again = drive(after := engine_over(store), [one])[one.request_id, 0].cache
+        assert again.disk_tokens == BLOCKS * B, "what was computed again was kept again"
+        assert after.stats.disk_tokens == BLOCKS * B
+
+
+def test_a_tier_that_stalls_is_given_up(tmp_path: Path) -> None:
+    tier = BentTier()
+    with open_store(tmp_path, tier) as store:
+        keep(store, PROMPT)
+
+        def stall(block_id, buffers, length):
+            time.sleep(0.3 if len(tier.log) > 3 else 0)
+            return length
+
+        tier.bend = stall
+        engine = engine_over(store, token_s=HASTY_S)
+        engine.submit(one := request(PROMPT))
+        answer = finish(engine, one)
+        assert answer.token_ids == oracle(PROMPT).token_ids
+        assert answer.cache.miss is MissReason.SLOWER
+        assert answer.cache.miss_token == answer.cache.disk_tokens <= 4 * B
+        at_rest(engine)
+        assert len(tier.log) <= 5, "nothing more was read once it was given up"
+
+
+def test_a_block_begun_by_a_copy_is_finished_and_not_read(tmp_path: Path) -> None:
+    """The device knows the first tokens of a block that only a remote tier may have: it is computed on from there."""
+    tier = BentTier(TierKind.REMOTE)
+    with open_store(tmp_path, tier, load_timeout_s=5) as store:
+        keep(store, PROMPT)
+        engine = engine_over(store)
+        begun = request([*PROMPT[: 3 * B + 5], 7], max_tokens=1)
+        drive(engine, [begun])
+        tier.log.clear()
+        engine.submit(one := request(PROMPT))
+        engine.step()
+        assert not engine.scheduler.copies, "a load may write into what was to be copied"
+        answer = finish(engine, one)
+        assert answer.token_ids == oracle(PROMPT).token_ids
+        report = answer.cache
+        assert (report.device_tokens, report.computed_tokens) == (3 * B + 5, B - 5 + 3)
+        assert report.remote_tokens == 6 * B
+        assert sorted(tier.log) == sorted(ids_of(engine, PROMPT)[4:])
+
+
+def test_a_load_is_no_reason_to_let_others_wait(tmp_path: Path) -> None:
+    tier = BentTier()
+    with open_store(tmp_path, tier) as store:
+        keep(store, PROMPT)
+        tier.gate.clear()
+        engine = engine_over(store)
+        engine.submit(waits := request(PROMPT))
+        engine.submit(goes_on := request(words(7, 30)))
+        assert finish(engine, goes_on).token_ids == oracle(words(7, 30)).token_ids
+        tier.gate.set()
+        assert finish(engine, waits).cache.disk_tokens == BLOCKS * B

@@ -1,0 +1,337 @@
+"""Deliberately broken builds of what joins engine and store; tests of the engine over stores must notice each.
+
+As in mutants.py, a mutant patches one function of Kvire for the length of a test.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from kvire.cache.grouped import GroupedPool
+from kvire.cache.window_pool import WindowPool
+from kvire.core import keys
+from kvire.core.keys import Namespace
+from kvire.core.report import MissReason
+from kvire.engine import build as build_module
+from kvire.engine import prefetch as prefetch_module
+from kvire.engine import scheduler as scheduler_module
+from kvire.engine import store_link as link_module
+from kvire.engine.engine import Engine
+from kvire.engine.loading import EVERYTHING, Load
+from kvire.engine.prefetch import Prefetcher
+from kvire.engine.scheduler import Scheduler
+from kvire.engine.sequence import Sequence
+from kvire.engine.store_link import StoreLink
+from kvire.plan.cost import Way
+from kvire.store.level import Level
+from kvire.store.ticket import LoadState
+from kvire.store.tier import TierKind
+from kvire.store.tiered import TieredStore
+
+
+def taken_over_before_the_read_ends(patch: pytest.MonkeyPatch) -> None:
+    """A block counts as loaded while it is being read."""
+
+    def broken(self, indices):
+        done = (LoadState.READY, LoadState.READING)
+        places = [self._at.get(index) for index in indices]
+        return all(found and all(self.ticket.state(place) in done for place in found) for found in places)
+
+    patch.setattr(Load, "_is_ready", broken)
+    patch.setattr(Load, "source", lambda self, index: TierKind.DISK)
+
+
+def front_jumps_over_a_hole(patch: pytest.MonkeyPatch) -> None:
+    """What is loaded further back counts although something before it is missing."""
+
+    def broken(self, index):
+        ready = [at for at in self._at if at >= index and self._is_ready((at,))]
+        return max(ready) + 1 if ready else index
+
+    source = Load.source
+
+    def any_source(self, index):
+        return source(self, index) if self._is_ready((index,)) else source(self, self.frontier(index) - 1)
+
+    patch.setattr(Load, "frontier", broken)
+    patch.setattr(Load, "source", any_source)
+
+
+def computed_blocks_are_still_read(patch: pytest.MonkeyPatch) -> None:
+    """Nobody tells the load which blocks are computed instead."""
+    patch.setattr(Load, "claim", lambda self, index, stop: stop)
+
+
+def memory_given_back_under_a_read(patch: pytest.MonkeyPatch) -> None:
+    """Who leaves during a load gives its blocks back at once."""
+    patch.setattr(Load, "is_quiet", lambda self, within_s: True)
+
+
+def memory_given_back_before_a_copy(patch: pytest.MonkeyPatch) -> None:
+    """Memory is free when nothing is read into it just now, though something will be copied there."""
+
+    def broken(self):
+        for lease, ticket in self.draining:
+            if not ticket.active:
+                lease.release()
+        self.draining = [(lease, ticket) for lease, ticket in self.draining if not lease.released]
+
+    patch.setattr(Prefetcher, "poll", broken)
+
+
+def copies_wait_for_the_next_step(patch: pytest.MonkeyPatch) -> None:
+    """Loads begin while blocks are still to be copied."""
+    patch.setattr(StoreLink, "copy", lambda self, copies: None)
+
+
+def memory_is_given_back_at_the_next_request(patch: pytest.MonkeyPatch) -> None:
+    """An engine without requests does not look whether reads have ended."""
+    waits = lambda self: bool(self.scheduler.running or self.scheduler.waiting or not self.inbox.empty())
+    patch.setattr(Engine, "has_work", property(waits))
+    patch.setattr(prefetch_module, "QUIET_S", 0.0)
+
+
+def dead_reads_are_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """As long as something may come, nothing is computed."""
+
+    def broken(self, front_tokens, block_size, prefill):
+        return 0 if self._missing(self.ticket.states(), front_tokens // block_size) else EVERYTHING
+
+    patch.setattr(Load, "chunk_tokens", broken)
+
+
+def salt_dropped(patch: pytest.MonkeyPatch) -> None:
+    """The tenant is no part of the keys."""
+    patch.setattr(Namespace, "with_salt", lambda self, salt: self)
+
+
+def cache_salt_dropped(patch: pytest.MonkeyPatch) -> None:
+    """What separates requests within a tenant is lost on the way to the store."""
+    identity = StoreLink.identity
+    patch.setattr(StoreLink, "identity", lambda self, tenant, cache_salt: identity(self, tenant, ""))
+
+
+def weights_are_known_by_name(patch: pytest.MonkeyPatch) -> None:
+    """The digest of the weights is no part of the namespace."""
+    namespace = build_module.namespace
+    patch.setattr(build_module, "namespace", lambda **parts: namespace(**(parts | {"weights": ""})))
+
+
+def forgotten_salts_are_remembered(patch: pytest.MonkeyPatch) -> None:
+    """A tenant's identity is looked up once."""
+    identity = StoreLink.identity
+
+    def broken(self, tenant, cache_salt):
+        known = self._roots.get((tenant, cache_salt))
+        return known or identity(self, tenant, cache_salt)
+
+    patch.setattr(StoreLink, "identity", broken)
+
+
+def saved_before_it_is_computed(patch: pytest.MonkeyPatch) -> None:
+    """Blocks go to the store as soon as they are allocated."""
+    start = Scheduler._start
+
+    def broken(self, seq, *rest, **options):
+        started = start(self, seq, *rest, **options)
+        if started and self.prefetcher:
+            seq.full_block_keys()
+            held = min(len(lease) for lease in seq.lease.leases)
+            self.prefetcher.link.save(seq, seq.lease, range(seq.num_published, min(len(seq.keys), held)))
+        return started
+
+    patch.setattr(Scheduler, "_start", broken)
+
+
+def _with_memory(patch: pytest.MonkeyPatch, name: str, moved) -> None:
+    """In the link's method `name`, the memory of a block is that of moved(self, lease, index, group)."""
+    method, memory = getattr(StoreLink, name), StoreLink._memory
+
+    def broken(self, *arguments):
+        self._memory = lambda lease, index, group: memory(self, lease, *moved(lease, index, group))
+        try:
+            return method(self, *arguments)
+        finally:
+            del self._memory
+
+    patch.setattr(StoreLink, name, broken)
+
+
+def neighbour_saved(patch: pytest.MonkeyPatch) -> None:
+    """Under a block's key goes what is in the block before it."""
+    _with_memory(patch, "save", lambda lease, index, group: (max(0, index - 1), group))
+
+
+def block_saved_before_saved_again(patch: pytest.MonkeyPatch) -> None:
+    """A copy comes one block late, whoever was saved before."""
+    save = TieredStore.save
+
+    def broken(self, record, kv):
+        late, self.__dict__["late"] = self.__dict__.get("late", bytes(kv)), bytes(kv)
+        return save(self, record, memoryview(late))
+
+    patch.setattr(TieredStore, "save", broken)
+
+
+def stored_blocks_grow(patch: pytest.MonkeyPatch) -> None:
+    """The block that an answer goes on in is written over the stored one before it."""
+    advance = Scheduler.advance
+
+    def broken(self, chunk):
+        advance(self, chunk)
+        seq, link = chunk.seq, self.prefetcher.link
+        if seq.num_published and len(seq.lease.leases[0]) > seq.num_published:
+            index = seq.num_published - 1
+            record = link._record(seq, index, 0, link._contents(seq, index + 1)[index])
+            link.store.save(record, link._memory(seq.lease, index + 1, 0))
+
+    patch.setattr(Scheduler, "advance", broken)
+    patch.setattr(Level, "needs", lambda self, ids: [True] * len(ids))
+
+
+def keys_from_the_builtin_hash(patch: pytest.MonkeyPatch) -> None:
+    """Keys are hashes of Python's own, which differ from process to process."""
+    digest = lambda parent, token_ids: hash((parent, tuple(token_ids))).to_bytes(8, "little", signed=True) * 4
+    patch.setattr(keys, "block_key", digest)
+    patch.setattr(scheduler_module, "block_key", digest)
+
+
+def loaded_into_the_neighbour(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are loaded in order into memory that is not."""
+
+    def moved(lease, index, group):
+        blocks = lease.leases[group].blocks
+        return (index ^ 1 if (index ^ 1) < len(blocks) and blocks[index ^ 1] is not None else index), group
+
+    _with_memory(patch, "start", moved)
+
+
+def groups_mixed_up(patch: pytest.MonkeyPatch) -> None:
+    """One group's blocks are saved as the other's."""
+
+    def moved(lease, index, group):
+        other = len(lease.leases) - 1 - group
+        return index, other if lease.leases[other].blocks[index] is not None else group
+
+    _with_memory(patch, "save", moved)
+
+
+def window_loaded_one_block_short(patch: pytest.MonkeyPatch) -> None:
+    """The first block that a window touches is not loaded."""
+    first_needed = GroupedPool.first_needed
+
+    def broken(self, group, position):
+        return first_needed(self, group, position) + isinstance(self.pools[group], WindowPool)
+
+    patch.setattr(GroupedPool, "first_needed", broken)
+
+
+def parts_of_windows_are_taken(patch: pytest.MonkeyPatch) -> None:
+    """With windows, too, the front jumps once the last block has come."""
+
+    def broken(self, index):
+        return self.stop if self._is_ready((self.stop - 1,)) else index
+
+    patch.setattr(Load, "frontier", broken)
+    patch.setattr(Load, "source", lambda self, index: TierKind.DISK)
+
+
+def failed_requests_stay_stored(patch: pytest.MonkeyPatch) -> None:
+    """What a request with numbers that are not finite computed is kept."""
+    patch.setattr(StoreLink, "discard", lambda self, keys: None)
+
+
+def everything_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """A request says that nothing of it may be kept, and nobody listens."""
+    save = StoreLink.save
+
+    def broken(self, seq, lease, indices):
+        seq.request = replace(seq.request, store=True)
+        save(self, seq, lease, indices)
+
+    patch.setattr(StoreLink, "save", broken)
+
+
+def loaded_tokens_counted_twice(patch: pytest.MonkeyPatch) -> None:
+    """Each block from the store is reported twice."""
+    take_over = Prefetcher.take_over
+
+    def broken(self, seq):
+        before = seq.loaded_tokens.copy()
+        jumped = take_over(self, seq)
+        seq.loaded_tokens += seq.loaded_tokens - before
+        return jumped
+
+    patch.setattr(Prefetcher, "take_over", broken)
+
+
+def loaded_tokens_counted_again_after_preemption(patch: pytest.MonkeyPatch) -> None:
+    """What a preempted sequence had computed itself counts as reused when it comes back from the store."""
+    take_over = Prefetcher.take_over
+
+    def broken(self, seq):
+        most, seq.most_computed = seq.most_computed, 0
+        jumped = take_over(self, seq)
+        seq.most_computed = max(most, seq.most_computed)
+        return jumped
+
+    patch.setattr(Prefetcher, "take_over", broken)
+
+
+def whatever_is_stored_is_loaded(patch: pytest.MonkeyPatch) -> None:
+    """Nobody asks whether computing would be faster."""
+    choose = link_module.choose
+    patch.setattr(link_module, "choose", lambda *arguments: replace(choose(*arguments), way=Way.LOAD))
+
+
+def one_end_only(patch: pytest.MonkeyPatch) -> None:
+    """Where both at once would be fastest, everything is computed."""
+    choose = link_module.choose
+
+    def broken(*arguments):
+        choice = choose(*arguments)
+        return replace(choice, way=Way.COMPUTE) if choice.way is Way.BOTH else choice
+
+    patch.setattr(link_module, "choose", broken)
+
+
+def preempted_sequences_never_load(patch: pytest.MonkeyPatch) -> None:
+    """Whoever lost its blocks computes them again."""
+    preempt = Scheduler.preempt
+
+    def broken(self, seq):
+        seq.loads = False
+        preempt(self, seq)
+
+    patch.setattr(Scheduler, "preempt", broken)
+
+
+def loads_wait_for_a_seat(patch: pytest.MonkeyPatch) -> None:
+    """Nothing is loaded for a request that is queued."""
+    patch.setattr(scheduler_module, "MAX_PREPARED", 0)
+
+
+def everybody_loads_alone(patch: pytest.MonkeyPatch) -> None:
+    """Requests with one prefix do not wait for each other."""
+    patch.setattr(Scheduler, "_last_in_computation", lambda self, keys: None)
+
+
+def misses_are_not_explained(patch: pytest.MonkeyPatch) -> None:
+    """The store is never asked why."""
+    patch.setattr(Sequence, "_miss", lambda self: (self.miss, self.miss_token, None))
+
+
+def failures_of_loads_are_not_told(patch: pytest.MonkeyPatch) -> None:
+    """A damaged block and a dead tier look like a prompt that nobody had."""
+    patch.setattr(Prefetcher, "_note_miss", lambda self, seq, index, reason: None)
+
+
+def every_failure_is_slowness(patch: pytest.MonkeyPatch) -> None:
+    """Whatever was wrong with a tier, it is called slow."""
+    note = Prefetcher._note_miss
+    patch.setattr(Prefetcher, "_note_miss", lambda self, seq, index, _: note(self, seq, index, MissReason.SLOWER))
+
+
+def waiting_is_not_taken_off(patch: pytest.MonkeyPatch) -> None:
+    """Time saved is told without the time that the load took."""
+    patch.setattr(Load, "note_waiting", lambda self, *, waits: setattr(self, "waited_s", -1e4))
