@@ -12,7 +12,16 @@ from time import perf_counter
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "docs" / "results"
-BENCHMARKS = ("decode_attention", "engine", "serving", "pool_waste", "kv_cache_modes", "int8_quality")
+BENCHMARKS = (
+    "decode_attention",
+    "engine",
+    "serving",
+    "pool_waste",
+    "kv_cache_modes",
+    "int8_quality",
+    "store_tiers",
+    "store_engine",
+)
 
 
 def main() -> int:

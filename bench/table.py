@@ -19,6 +19,8 @@ RESULTS = machine.ROOT / "docs" / "results"
 TITLES = {
     "engine": "The engine beside transformers and llama.cpp",
     "serving": "The server beside llama.cpp and vLLM",
+    "store_engine": "What the store is worth to the engine, and what it costs",
+    "store_tiers": "4,096 tokens from each tier",
     "pool_waste": "Blocks in use that hold nothing",
     "kv_cache_modes": "Paged, contiguous, off",
     "int8_quality": "KV in int8",

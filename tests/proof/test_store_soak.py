@@ -101,7 +101,7 @@ def test_cancelled_loads(tmp_path: Path) -> None:
     soak_cancelled_loads(tmp_path)
 
 
-def test_thousands_of_short_stored_requests(tmp_path: Path) -> None:
+def test_s54_thousands_of_short_stored_requests(tmp_path: Path) -> None:
     soak_short_stored_requests(tmp_path)
 
 

@@ -331,7 +331,7 @@ def test_only_the_owner_can_read_what_it_makes(tmp_path: Path) -> None:
         os.umask(0o022)
 
 
-def test_follows_no_link_that_somebody_planted(tmp_path: Path) -> None:
+def test_s56_follows_no_link_that_somebody_planted(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"untouched" * 10_000)
     before = victim.read_bytes()

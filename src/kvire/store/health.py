@@ -2,8 +2,9 @@
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvire.core.errors import TierUnavailable
 
@@ -30,6 +31,8 @@ class Health:
 class CircuitBreaker:
     """Counts failures in a row; after `failures_to_open` of them, calls are refused without being tried.
 
+    Calls of different kinds are counted apart: a tier that still says what it has, but gives nothing, fails.
+
     While calls are refused, one thread runs `probe` (which raises TierUnavailable and must end by itself) after
     `probe_after_s`, then after twice that and so on, at least every `probe_at_least_every_s`. One success and calls
     go through again, and the thread ends. Thread-safe.
@@ -51,6 +54,7 @@ class CircuitBreaker:
         self._probe_at_least_every_s = probe_at_least_every_s
         self._lock = threading.Lock()
         self._health = Health(healthy=True, failures=0, outages=0, error="")
+        self._failures: Counter[str] = Counter()  # in a row, by kind of call
         self._closing = threading.Event()
         self._prober: threading.Thread | None = None
 
@@ -66,18 +70,21 @@ class CircuitBreaker:
         if not (health := self._health).healthy:
             raise TierUnavailable(f"{self._name} is left alone until it answers again: {health.error}")
 
-    def succeeded(self) -> None:
+    def succeeded(self, kind: str) -> None:
         """A call was answered. One that began before the calls were refused does not end that; a probe does."""
-        if self._health.failures and self._health.healthy:
+        if self._failures[kind] and self._health.healthy:
             with self._lock:
                 if self._health.healthy:
-                    self._health = Health(healthy=True, failures=0, outages=self._health.outages, error="")
+                    del self._failures[kind]
+                    most, error = max(self._failures.values(), default=0), self._health.error
+                    self._health = replace(self._health, failures=most, error=error if most else "")
 
-    def failed(self, error: TierUnavailable) -> None:
+    def failed(self, kind: str, error: TierUnavailable) -> None:
         """A call was not answered."""
         with self._lock:
             before = self._health
-            failures = before.failures + 1
+            self._failures[kind] += 1
+            failures = max(self._failures.values())
             opens = before.healthy and failures >= self._failures_to_open and not self._closing.is_set()
             self._health = Health(
                 healthy=before.healthy and not opens,
@@ -108,6 +115,7 @@ class CircuitBreaker:
             except TierUnavailable:
                 continue
             with self._lock:
+                self._failures.clear()
                 self._health = Health(healthy=True, failures=0, outages=self._health.outages, error="")
             log.warning("%s answers again", self._name)
             return

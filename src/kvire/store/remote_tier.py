@@ -61,14 +61,14 @@ class RemoteTier:
         """As Tier says."""
         deadline = self._deadline(timeout_s)
         found: list[bool] = []
-        with self._guarded():
+        with self._guarded("held"):
             for names in _batches(map(block_name, ids)):
                 found += self._backend.exists(names, deadline)
         return found
 
     def read(self, block_id: BlockId, buffers: Sequence[Buffer], timeout_s: float | None = None) -> int:
         """As Tier says; FrameDamaged("type") if somebody else's value has the block's name."""
-        with self._guarded():
+        with self._guarded("read"):
             before = memoryview(bytearray(STAMP_BYTES))
             length = self._backend.get(block_name(block_id), [before, *buffers], self._deadline(timeout_s))
         length = max(0, length - STAMP_BYTES)
@@ -80,7 +80,7 @@ class RemoteTier:
     def write(self, record: BlockRecord, frame: Buffer, tenant_tag: bytes, *, ttl_s: float | None = None) -> bool:
         """As Tier says, but that room is made by the other side, by its own rules."""
         del tenant_tag  # the frame's header holds it
-        with self._guarded():
+        with self._guarded("write"):
             value = (stamp(ttl_s), frame)
             refused = self._backend.put(block_name(record.id), value, ttl_s, self._deadline(None))
         with self._lock:
@@ -95,7 +95,7 @@ class RemoteTier:
         """As Tier says: the first block of the sequence is the last one used."""
         deadline = self._deadline(None)
         try:
-            with self._guarded():
+            with self._guarded("touch"):
                 for names in _batches(map(block_name, reversed(ids))):
                     self._backend.touch(names, self._ttl_s, deadline)
         except TierUnavailable:
@@ -104,7 +104,7 @@ class RemoteTier:
     def delete(self, ids: Sequence[BlockId], reason: str) -> int:
         """As Tier says."""
         count = 0
-        with self._guarded():
+        with self._guarded("delete"):
             for names in _batches(map(block_name, ids)):
                 deadline = self._deadline(None)
                 there = [value.name for value in self._backend.describe(names, deadline)]
@@ -114,7 +114,7 @@ class RemoteTier:
     def delete_tenant(self, tenant_tag: bytes) -> int:
         """As Tier says, by the headers of all frames: their number decides how long it takes, not the timeout."""
         count = 0
-        with self._guarded():
+        with self._guarded("delete_tenant"):
             for names in self._backend.names(BLOCKS, self._timeout_s):
                 deadline = self._deadline(None)
                 stored = self._backend.describe(names, deadline)
@@ -125,14 +125,14 @@ class RemoteTier:
     def clear(self) -> int:
         """As Tier says; what is not Kvire's stays."""
         count = 0
-        with self._guarded():
+        with self._guarded("clear"):
             for names in self._backend.names(BLOCKS, self._timeout_s):
                 count += self._remove(names, "cleared", self._deadline(None))
         return count
 
     def pin(self, ids: Sequence[BlockId], *, pinned: bool) -> int:
         """As Tier says for expiry. Whether the other side evicts them is its own setting."""
-        with self._guarded():
+        with self._guarded("pin"):
             count = 0
             for names in _batches(map(block_name, ids)):
                 found = self._backend.exists(names, self._deadline(None))
@@ -153,11 +153,11 @@ class RemoteTier:
         A value that cannot be a frame is listed with an empty parent, root and tag; what an object store keeps beyond
         its time, with an expiry in the past.
         """
-        with self._guarded():
+        with self._guarded("entries"):
             pins = {name for names in self._backend.names(PINS, self._timeout_s) for name in names}
         batches = self._backend.names(BLOCKS, self._timeout_s)
         while True:
-            with self._guarded():
+            with self._guarded("entries"):
                 names = next(batches, None)
                 stored = self._backend.describe(names, self._deadline(None)) if names else []
             if names is None:
@@ -181,7 +181,7 @@ class RemoteTier:
         return Deadline(self._timeout_s if timeout_s is None else timeout_s)
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _guarded(self, kind: str) -> Iterator[None]:
         """One call: refused while the breaker is open, and its outcome told to the breaker."""
         try:
             self._breaker.check()
@@ -191,13 +191,13 @@ class RemoteTier:
         try:
             yield
         except TierUnavailable as error:
-            self._breaker.failed(error)
+            self._breaker.failed(kind, error)
             self._count_unavailable()
             raise
         except Exception:
-            self._breaker.succeeded()  # missing or damaged: the tier did answer
+            self._breaker.succeeded(kind)  # missing or damaged: the tier did answer
             raise
-        self._breaker.succeeded()
+        self._breaker.succeeded(kind)
 
     def _count_unavailable(self) -> None:
         with self._lock:
