@@ -1,6 +1,8 @@
 """The docs are true: examples run, every command, option and parameter is described."""
 
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -31,9 +33,19 @@ def examples() -> list[tuple[str, str]]:
 
 @pytest.mark.model
 @pytest.mark.parametrize(("name", "code"), examples(), ids=lambda part: part if len(part) < 40 else "")
-def test_examples_run(name: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_run(
+    name: str, code: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # what an example keeps goes with the test
     exec(compile(code, name, "exec"), {"__name__": "example"})
     assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_example_files_run(path: Path) -> None:
+    done = subprocess.run([sys.executable, path], check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
 
 
 def test_links_lead_somewhere() -> None:

@@ -55,4 +55,13 @@ def open_store(config: StoreConfig, kv_dtype: str = "float32") -> TieredStore:
 
 def unsealed(keyring: Keyring) -> Callable[[str], TenantKey]:
     """The keys of a tier inside this process: blocks are told apart by salt, and checked, but not sealed."""
-    return lambda tenant: replace(keyring.lately(tenant), secret=None)
+    views: dict[str, tuple[TenantKey, TenantKey]] = {}
+
+    def view(tenant: str) -> TenantKey:
+        key = keyring.lately(tenant)
+        known = views.get(tenant)
+        if known is None or known[0] is not key:
+            known = views[tenant] = (key, replace(key, secret=None))
+        return known[1]
+
+    return view
