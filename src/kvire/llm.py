@@ -23,6 +23,7 @@ from kvire.engine.request import Output, Request, SamplingParams
 from kvire.engine.result import Collector, Result
 from kvire.models.chat import ChatPrompt, continue_chat, encode_chat
 from kvire.models.progress import Progress
+from kvire.store.open import describe
 from kvire.store.session_file import Session
 from kvire.store.sessions import Sessions, open_sessions
 from kvire.store.tiered import TieredStore
@@ -55,10 +56,12 @@ class _Model:
             store = StoreConfig(path=Path(store))
         engine, self.loaded = build_engine(model, config, progress, store)
         self.client = EngineClient(engine).start()
-        self.sessions = None
+        self.sessions: Sessions | None = None
+        self.store_line: str | None = None  # for people: where KV is kept
         if isinstance(store, StoreConfig) and engine.link is not None:
             disk = engine.link.store.stats().levels.get("disk")
-            self.sessions = open_sessions(store, disk.tier.limit_bytes if disk else None)
+            limit_bytes = disk.tier.limit_bytes if disk else None
+            self.sessions, self.store_line = open_sessions(store, limit_bytes), describe(store, limit_bytes)
 
     @property
     def engine(self) -> Any:

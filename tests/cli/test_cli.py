@@ -129,6 +129,7 @@ def test_chat_streams_and_says_what_was_reused(kvire, tiny: str) -> None:
     assert len(lines) == 3
     assert "reused 0 of" in lines[0]
     assert "reused 51 of" in lines[1]
+    assert "KV is kept in" in done.stderr and "sealed" in done.stderr and "--no-store keeps nothing" in done.stderr
     assert "this chat" in done.stderr
     assert "fresh chat" in done.stderr
     assert "no command /nonsense" in done.stderr

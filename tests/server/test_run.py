@@ -31,7 +31,7 @@ def tiny_llm(model, *, progress=None, store=None, **engine_options):
     progress("loading", 1, 1)
     with EngineClient(tiny_engine(**engine_options)) as client:
         client.engine.closed_properly = False
-        yield type("Loaded", (), {"client": client, "sessions": None})()
+        yield type("Loaded", (), {"client": client, "sessions": None, "store_line": None})()
         client.engine.closed_properly = True
 
 

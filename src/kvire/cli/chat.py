@@ -53,6 +53,8 @@ def chat(
     with llm:
         llm.encode_chat([{"role": "user", "content": "?"}])  # refuses a model without a chat template at once
         console.print(f"[dim]{escape(model)}, {llm.max_model_len} tokens of context. /help lists commands.[/]")
+        if llm.store_line is not None:
+            console.print(f"[dim]{escape(llm.store_line)}[/]", soft_wrap=True)
         talk, kept = Conversation(llm, system, sampling["max_tokens"]), None
         if session is not None:
             kept = llm.session(session)

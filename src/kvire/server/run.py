@@ -46,6 +46,8 @@ def serve(
         server = make_server(app, options)
         for line in welcome(options, listener, app.state.service.model_name):
             say(line)
+        if llm.store_line is not None:
+            say(llm.store_line)
         with suppress(KeyboardInterrupt):  # uvicorn has finished what was in flight and passes the signal on
             server.run(sockets=[listener])
         say("stopped")

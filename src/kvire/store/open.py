@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 from kvire.codec.frame import Frames
 from kvire.codec.planes import choose
 from kvire.codec.seal import TenantKey
 from kvire.core.config import StoreConfig
+from kvire.core.memory import format_size
 from kvire.store.disk import DiskTier
 from kvire.store.keyring import Keyring
 from kvire.store.memory import MemoryTier
@@ -51,6 +53,19 @@ def open_store(config: StoreConfig, kv_dtype: str = "float32") -> TieredStore:
         store.open()
         opened.pop_all()
         return store
+
+
+def describe(config: StoreConfig, limit_bytes: int | None) -> str:
+    """A line for people: where their KV is kept, how, and how to keep nothing. limit_bytes: of the disk tier."""
+    places = [str(config.path)] if config.path is not None else []
+    places += [
+        urlsplit(url)._replace(netloc=urlsplit(url).netloc.rpartition("@")[2], query="").geturl()
+        for url in config.remote
+    ]
+    places += ["memory"] if config.ram_bytes else []
+    size = f", at most {format_size(limit_bytes)}" if limit_bytes else ""
+    sealed = "sealed" if config.encrypt else "not sealed"
+    return f"KV is kept in {' and '.join(places)}, {sealed}{size}; --no-store keeps nothing"
 
 
 def unsealed(keyring: Keyring) -> Callable[[str], TenantKey]:
