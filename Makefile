@@ -12,7 +12,7 @@ demo: $(VENV)/.demo  ## the main job, on a real model: cold, warm, a pool too sm
 test: $(VENV)/.dev  ## everything that must hold
 	$(PY) -m pytest
 
-check: lint  ## lint, types, import rules and the fast tests, in about two minutes
+check: lint  ## lint, types, import rules and the fast tests, in about four minutes
 	$(PY) -m pytest -m "not model and not slow"
 
 mutants: $(VENV)/.dev  ## deliberately broken builds, each noticed by the test that claims to; prints how many

@@ -38,7 +38,7 @@ _tests = count()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole folders that take long: `make check` leaves them to `make test`."""
     for item in items:
-        if {"server", "cases", "proof"} & set(item.path.parts):
+        if {"server", "cases", "proof", "store"} & set(item.path.parts[-2:]):
             item.add_marker(pytest.mark.slow)
         if getattr(item, "originalname", "") == "test_notices_a_broken_build":
             item.add_marker(pytest.mark.mutant)
