@@ -152,12 +152,7 @@ CASES: Cases = [
     (s23_another_layout_of_the_same_size, [broken_store.salt_dropped, broken.misses_are_not_explained]),
 ]  # fmt: skip
 
-
-@pytest.fixture(autouse=True)
-def short_of_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A claim that fails leaves a store in the middle of something; it is not waited for."""
-    monkeypatch.setattr("kvire.store.tiered.FLUSH_S", 0.2)
-    monkeypatch.setattr("kvire.store.tiered.JOIN_S", 0.2)
+pytestmark = pytest.mark.usefixtures("short_of_patience")
 
 
 @each_claim(CASES)

@@ -237,12 +237,7 @@ CASES: Cases = [
     (s36_lookups_do_not_hold_anything, [broken_store.lookups_count_as_use]),
 ]  # fmt: skip
 
-
-@pytest.fixture(autouse=True)
-def short_of_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A claim that fails leaves a store in the middle of something; it is not waited for."""
-    monkeypatch.setattr("kvire.store.tiered.FLUSH_S", 0.2)
-    monkeypatch.setattr("kvire.store.tiered.JOIN_S", 0.2)
+pytestmark = pytest.mark.usefixtures("short_of_patience")
 
 
 @each_claim(CASES)

@@ -95,6 +95,12 @@ def test_generate_reads_a_file(kvire, tiny: str, tmp_path: Path) -> None:
         (["generate", "TINY", "--file", "missing.txt"], "missing.txt"),
         (["serve", "TINY", "--host", "0.0.0.0"], "API key"),
         (["serve", "TINY", "--port", "99999"], "65535"),
+        (["serve", "TINY", "--no-store", "--ram", "1GB"], "contradict"),
+        (["serve", "TINY", "--disk-size", "1MB"], "at least 5 MiB"),
+        (["generate", "TINY", "hi", "--store-ttl", "0", "--ram", "1GB"], "above 0"),
+        (["generate", "TINY", "hi", "--store-ttl", "5"], "add --store DIR"),
+        (["generate", "TINY", "hi", "--store", "s", "--no-prefix-cache"], "prefix cache"),
+        (["generate", "TINY", "hi", "--remote", "ftp://x"], "redis://"),
     ],
     ids=lambda part: " ".join(part)[:50] if isinstance(part, list) else "",
 )

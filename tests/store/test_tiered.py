@@ -262,7 +262,7 @@ def test_a_slow_remote_tier_costs_the_deadline_and_holds_no_memory(tmp_path):
 def test_remote_tiers_are_asked_in_turn_and_only_for_what_is_not_here(tmp_path):
     memory, near, far = MemoryTier(4 * MIB), BentTier(REMOTE, "near"), BentTier(REMOTE, "far")
     with open_store(tmp_path, memory, near, far, load_timeout_s=5) as store:
-        assert store.has_remote
+        assert store.remote_speed() is not None
         records = blocks(store, 9)
         save_all(store, records)
         memory.delete([record.id for record in records[3:]], "test")
@@ -451,7 +451,7 @@ def test_a_store_without_tiers_is_a_store_in_which_nothing_is(tmp_path):
         records = chain(3)
         assert not store.save(records[0], kv_of(records[0]))
         assert store.held([record.id for record in records]) == [None] * 3
-        assert not store.has_remote
+        assert store.remote_speed() is None
         ticket = load_all(store, records)
         assert {ticket.failure(i).reason for i in range(3)} == {FailureReason.MISSING}
         store.touch([records[0].id])

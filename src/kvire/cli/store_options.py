@@ -7,7 +7,7 @@ from typing import Any
 
 from kvire.core.config import StoreConfig
 from kvire.core.errors import ConfigError
-from kvire.core.memory import parse_size
+from kvire.core.memory import format_size, parse_size
 from kvire.models.cache_folder import cache_folder
 from kvire.store.disk_folder import INDEX
 
@@ -15,6 +15,7 @@ from kvire.store.disk_folder import INDEX
 DISK_SHARE = 0.1
 DISK_BYTES = 20 * 10**9
 LEAST_DISK_BYTES = 64 << 20
+SMALLEST_DISK_BYTES = 5 << 20  # with its part for sessions, what a disk tier can work with
 DAYS_OF_WEAR = 10  # times DISK_BYTES that a folder may be written in a day
 
 
@@ -33,8 +34,15 @@ def store_config(given: dict[str, Any], engine: dict[str, Any], *, default: bool
         raise ConfigError(
             f"{_flag(asked[0])} needs the prefix cache: leave out --no-prefix-cache, and --kv-cache other than paged"
         )
+    if given["store_ttl"] is not None and not given["store_ttl"] > 0:
+        raise ConfigError(f"--store-ttl is a number of seconds above 0, got {given['store_ttl']:g}")
     if not reuses or (not asked and not default):
+        needless = next((name for name in ("store_ttl", "key_file") if given[name] is not None), None)
+        if needless is not None:
+            raise ConfigError(f"{_flag(needless)} says how a store works, and there is none here: add --store DIR")
         return None
+    if given["disk_size"] and parse_size(given["disk_size"], "--disk-size") < SMALLEST_DISK_BYTES:
+        raise ConfigError(f"--disk-size must be at least {format_size(SMALLEST_DISK_BYTES)}, got {given['disk_size']}")
     path = given["store"]
     if path is None and (default or given["disk_size"]) and not (given["ram"] or given["remote"]):
         path = default_store()

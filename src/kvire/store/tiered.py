@@ -91,11 +91,6 @@ class TieredStore:
             if isinstance(level.tier, Evicting):
                 level.tier.on_evict = partial(self._demote, level)
 
-    @property
-    def has_remote(self) -> bool:
-        """Whether a load may find blocks that `held` does not know of."""
-        return any(not level.local for level in self._levels)
-
     def remote_speed(self) -> Speed | None:
         """Of the first remote tier; None if there is none."""
         return next((level.meter.speed() for level in self._levels if not level.local), None)
