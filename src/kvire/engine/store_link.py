@@ -144,12 +144,12 @@ class StoreLink:
                 self.store.save(record, self._memory(lease, index, group))
 
     def used(self, seq: Sequence, *, finished: bool) -> None:
-        """A sequence with these published blocks is done, or preempted."""
+        """A sequence with these published blocks leaves; only one that finished says that they are worth keeping."""
         ids = [BlockId(key, group) for key in seq.keys[: seq.num_published] for group in range(len(self.paged.slabs))]
-        if not ids:
+        if not ids or not finished:
             return
         self.store.touch(ids)
-        if finished and seq.request.store:
+        if seq.request.store:
             self.store.end_of_turn(ids)
 
     def discard(self, keys: Iterable[BlockKey]) -> None:

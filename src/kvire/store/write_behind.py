@@ -139,7 +139,7 @@ class WriteBehind:
                 self._forget_waiting(block_id)
             for queue in self._queues:
                 queue.drop(lambda parcel: parcel.record.id in unwanted)
-                queue.tell(partial(queue.level.tier.delete, tuple(ids), "discarded"))
+                queue.tell(partial(queue.level.tier.delete, tuple(ids), "discarded"), must=True)
 
     def tell(self, level: Level, call: Callable[[], object]) -> None:
         """Have a tier's thread make a call that may raise TierUnavailable, which is then counted."""

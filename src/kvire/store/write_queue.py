@@ -80,6 +80,7 @@ class WriteQueue:
         self.bytes = 0  # of them
         # Small things to tell the tier. Of too many the oldest are lost, which costs recency and nothing else.
         self._calls: deque[Callable[[], object]] = deque(maxlen=QUEUED_CALLS)
+        self._musts: list[Callable[[], object]] = []  # those that are never lost
         self._condition = condition
         self._buffers = buffers
         self._share_bytes = share_bytes
@@ -92,7 +93,7 @@ class WriteQueue:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing left to do."""
-        return not (self.parcels or self._calls or self._busy)
+        return not (self.parcels or self._calls or self._musts or self._busy)
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether one more block may wait."""
@@ -109,9 +110,9 @@ class WriteQueue:
         self.parcels.append(parcel)
         self._condition.notify_all()
 
-    def tell(self, call: Callable[[], object]) -> None:
-        """Have the thread make a call, which may raise TierUnavailable."""
-        self._calls.append(call)
+    def tell(self, call: Callable[[], object], *, must: bool = False) -> None:
+        """Have the thread make a call, which may raise TierUnavailable. must: however many others there are."""
+        (self._musts if must else self._calls).append(call)
         self._condition.notify_all()
 
     def done(self, parcel: Parcel) -> None:
@@ -164,12 +165,13 @@ class WriteQueue:
     def _next(self) -> list[Callable[[], object]] | None:
         """Wait for work; moves a batch to `writing`, returns the calls. None at the end."""
         with self._condition:
-            while self._running and not self.parcels and not self._calls:
+            while self._running and not self.parcels and not self._calls and not self._musts:
                 self._condition.wait()
             if not self._running:
                 return None
             self.writing = [self.parcels.popleft() for _ in range(min(BATCH_BLOCKS, len(self.parcels)))]
-            calls = list(self._calls)
+            calls = [*self._musts, *self._calls]
+            self._musts.clear()
             self._calls.clear()
             self._busy = True
             return calls
