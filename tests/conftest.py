@@ -6,12 +6,16 @@ import kvire  # noqa: F401  (before torch: it sets how OpenMP threads wait)
 from collections.abc import Iterator
 from itertools import count
 
+import hypothesis
 import pytest
 import torch
 
 from harness.sanitizer import load_library_under_test
+from harness.waiting import PATIENCE_S
 
 load_library_under_test()
+hypothesis.settings.register_profile("kvire", deadline=None)  # any example may be held up
+hypothesis.settings.load_profile("kvire")
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +34,28 @@ def own_store(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     folder = tmp_path_factory.getbasetemp() / "own" / str(next(_tests))
     monkeypatch.setenv("KVIRE_STORE", str(folder / "store"))
     monkeypatch.setenv("KVIRE_KEY_FILE", str(folder / "keys" / "keyring.json"))
+
+
+@pytest.fixture(autouse=True)
+def patient_stores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a store has still to write when it closes is written, however busy the machine."""
+    if "store" not in request.path.parts[-2:]:  # there, the limit is what some tests are about
+        monkeypatch.setattr("kvire.store.tiered.FLUSH_S", PATIENCE_S)
+
+
+@pytest.fixture
+def loading_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are told, and stay told, that computing is so slow that every load is waited for."""
+    monkeypatch.setattr("kvire.engine.engine.PREFILL_TOKEN_S", 10.0)
+    monkeypatch.setattr("kvire.plan.cost.PrefillSpeed.measured", lambda speed, *_: setattr(speed, "samples", 1))
+
+
+@pytest.fixture
+def short_of_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For claims that are to fail, which leave stores in the middle of something: nobody waits long for either."""
+    monkeypatch.setattr("harness.waiting.PATIENCE_S", 2.0)
+    monkeypatch.setattr("kvire.store.tiered.FLUSH_S", 0.2)
+    monkeypatch.setattr("kvire.store.tiered.JOIN_S", 0.2)
 
 
 _tests = count()

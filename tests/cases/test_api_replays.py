@@ -1,14 +1,13 @@
 """The HTTP halves of replayed cases that need a broken build of their own; the rest is in tests/server."""
 
 import json
-import socket
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
 import pytest
 from harness import mutants
 from harness.broken_builds import Mutant
-from server.serving import BLOCK, ScriptedModel, Served, running, text_of, tiny_engine, words
+from harness.waiting import until
+from server.serving import BLOCK, Served, running, slow_model, text_of, tiny_engine, words
 
 from kvire.engine.client import EngineClient
 from kvire.models import chat
@@ -26,21 +25,20 @@ def s19_image_is_refused(served: Served) -> None:
 
 
 def s31_client_gone(served: Served) -> None:
-    address = urlsplit(served.url)
+    """Left alone, the requests take longer than anybody waits here."""
     body = json.dumps({"prompt": "p" * 40, "max_tokens": 1800, "ignore_eos": True}).encode()
     connections = []
     for _ in range(12):
-        connection = socket.create_connection((address.hostname, address.port), timeout=10)
+        connection = served.connect()
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
         )
         connection.sendall(body)
         connections.append(connection)
-    while len(served.engine.scheduler.running) < 8:
-        pass
+    until(lambda: (len(served.engine.scheduler.running), len(served.engine.scheduler.waiting)) == (8, 4))
     for connection in connections:
         connection.close()
-    served.wait_until_idle(1.0)
+    served.wait_until_idle()
 
 
 def s39_zero_is_a_number(served: Served) -> None:
@@ -92,11 +90,7 @@ CASES = [
 
 
 def serve_and(replay: Callable[[Served], None]) -> None:
-    model = None
-    if replay is s31_client_gone:
-        model = ScriptedModel()
-        model.say("z" * 3000)
-        model.delay_s = 0.003
+    model = slow_model() if replay is s31_client_gone else None
     with running(tiny_engine(model=model, max_num_seqs=8)) as served:
         replay(served)
 
@@ -107,6 +101,7 @@ def test_holds(replay: Callable[[Served], None]) -> None:
 
 
 @pytest.mark.parametrize(("replay", "mutant"), CASES, ids=lambda part: part.__name__)
+@pytest.mark.usefixtures("short_of_patience")
 def test_notices_a_broken_build(replay: Callable, mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises((AssertionError, TypeError)):

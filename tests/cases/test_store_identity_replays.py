@@ -13,7 +13,7 @@ from harness import store_mutants as broken_store
 from harness.broken_builds import Cases, Claim, Mutant, each_broken_build, each_claim, must_notice
 from harness.engines import BLOCK, ask, oracle, words
 from harness.families import family_path
-from harness.loads import PATIENT_S, engine_over, folder, keep, say_its_namespace_is
+from harness.loads import PATIENT_S, engine_over, explained, folder, keep, say_its_namespace_is
 from harness.stored import disk, memory, memory_and_disk, say_what_prefill_costs, shared_folder, store_over
 
 from kvire.core.config import EngineConfig
@@ -137,9 +137,9 @@ def s23_another_layout_of_the_same_size() -> None:
             keep(store, prompt)
         for name, value in layouts.items():
             with store_over(disk, path) as store:
-                answer = ask(say_its_namespace_is(engine_over(store), **{name: value}), prompt, max_tokens=40)
+                answer = explained(say_its_namespace_is(engine_over(store), **{name: value}), prompt)
                 assert (answer.cache.reused_tokens, answer.cache.miss_detail) == (0, name)
-                assert answer.token_ids == oracle(prompt, max_tokens=40).token_ids
+                assert answer.token_ids == oracle(prompt).token_ids
 
 
 CASES: Cases = [
@@ -151,8 +151,6 @@ CASES: Cases = [
     (s22_another_model_of_the_same_name, [broken.weights_are_known_by_name]),
     (s23_another_layout_of_the_same_size, [broken_store.salt_dropped, broken.misses_are_not_explained]),
 ]  # fmt: skip
-
-pytestmark = pytest.mark.usefixtures("short_of_patience")
 
 
 @each_claim(CASES)

@@ -4,6 +4,7 @@ The tiers' side of these and of the cases from S44 on is in tests/store.
 """
 
 import random
+import threading
 import time
 
 import pytest
@@ -21,11 +22,13 @@ from harness.loads import (
     PATIENT_S,
     ask_as,
     engine_over,
+    explained,
     folder,
     ids_of,
     keep,
 )
 from harness.stored import disk, memory, say_what_prefill_costs, store_over
+from harness.waiting import PATIENCE_S, until
 from store.stores import MIB, BentTier, open_store
 
 from kvire.core.errors import BlockMissing
@@ -73,6 +76,7 @@ def s08_a_pool_for_two_and_a_tier_for_all() -> None:
             answers = drive(engine, requests)
             for one in requests:
                 assert answers[one.request_id, 0].token_ids == expected[one.token_ids]
+            assert store.flush(PATIENCE_S), "the tier has all of them from now on"
         assert engine.stats.memory_tokens > 0.3 * engine.stats.prompt_tokens
 
 
@@ -100,23 +104,23 @@ def s09_copies_that_take_their_time() -> None:
 def s11_read_while_it_is_written() -> None:
     prompt, tier = words(11, 40 * B + 3), BentTier()
     expected = oracle(prompt, max_tokens=4).token_ids
-    write = tier.write
+    may_write, written, write = threading.Semaphore(0), [], tier.write
 
-    def slowly(*arguments, **options):
-        time.sleep(BLOCK_BYTES / 1e6)
-        return write(*arguments, **options)
+    def when_told(*arguments, **options):
+        may_write.acquire(timeout=PATIENCE_S)
+        kept = write(*arguments, **options)
+        written.append(kept)
+        return kept
 
-    tier.write = slowly
+    tier.write = when_told
     with folder() as path, open_store(path, tier) as store:
         assert ask(engine_over(store), prompt, max_tokens=4).token_ids == expected
-        found = []
-        for wait_s in (0.05, 0.15, 0.5):
-            time.sleep(wait_s)
+        for blocks in (5, 20, 40):
+            may_write.release(blocks - len(written))
+            until(lambda blocks=blocks: len(written) == blocks)
             answer = ask_as(engine_over(store), prompt, max_tokens=4, store=False)
             assert answer.token_ids == expected
-            found.append(answer.cache.disk_tokens)
-        assert found == sorted(found) and found[0] < 40 * B, "what is not written yet is not seen"
-        assert found[-1] > 0
+            assert answer.cache.disk_tokens == blocks * B, "what is not written yet is not seen"
 
 
 def s14_what_is_stored_does_not_grow() -> None:
@@ -160,7 +164,7 @@ def s24_a_time_at_the_start_of_every_prompt() -> None:
     with folder() as path:
         for turn, header in enumerate(clock):
             with store_over(disk, path) as store:
-                report = ask(engine_over(store), [*header, *system], max_tokens=40).cache
+                report = explained(engine_over(store), [*header, *system]).cache
                 assert store.flush(10)
             if turn:
                 assert (report.miss, report.miss_token) == (MissReason.DIVERGED, differs_at)
@@ -236,8 +240,6 @@ CASES: Cases = [
     (s35_a_herd, [broken.everybody_loads_alone]),
     (s36_lookups_do_not_hold_anything, [broken_store.lookups_count_as_use]),
 ]  # fmt: skip
-
-pytestmark = pytest.mark.usefixtures("short_of_patience")
 
 
 @each_claim(CASES)

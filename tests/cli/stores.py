@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.waiting import PATIENCE_S
 from store.blocks import kv_of, namespace, records_of
 
 from kvire.codec.frame import Frames
@@ -29,7 +30,7 @@ Tier = DiskTier | RemoteTier
 def open_tier(where: Path | str, *, age_s: float = 0.0) -> Tier:
     """A tier that says its blocks are so old."""
     if isinstance(where, str):
-        return open_remote(where, timeout_s=5)
+        return open_remote(where, timeout_s=PATIENCE_S)
     return DiskTier(where, CAPACITY_BYTES, wall=lambda: time.time() - age_s)
 
 

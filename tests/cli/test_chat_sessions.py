@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness.stored import say_what_prefill_costs
 from models.tiny import make_tiny
 
 from kvire.cli.main import app
@@ -17,6 +16,8 @@ from kvire.llm import LLM
 from kvire.models.chat import continue_chat
 from kvire.store.session_file import SessionError
 from kvire.store.sessions import SessionConflictError
+
+pytestmark = pytest.mark.usefixtures("loading_pays")
 
 BLOCK = 16
 # Bytes only: a special token in the middle of an answer has no text, so the template could not tell it again.
@@ -152,7 +153,6 @@ def test_a_session_of_the_python_api_goes_on_after_a_restart(tiny, store):
         session.say("what was it about?", **GREEDY)
         known = session.token_ids
     with LLM(tiny, store=store) as llm:
-        say_what_prefill_costs(llm.engine, 0.01)
         session = llm.session("work")
         assert session.token_ids == known
         assert [message["role"] for message in session.messages] == ["user", "assistant"] * 2

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from cli import stores
 from cli.stores import BLOCKS, HOUR_S, fill, held, open_tier, prompt, put
+from harness.waiting import until
 
 from kvire.cli import store_tidy
 from kvire.cli.store_place import opened
@@ -235,12 +236,13 @@ def test_everything_works_beside_a_writer(kvire_store, folder: Path, keyring: Ke
         key = prompts["long"][-1].id.key.hex()
         for _ in range(3):
             for args in (("ls",), ("stat",), ("verify", "--sample", 50), ("scrub",), ("gc",)):
-                code, _, err = kvire_store(args[0], folder, *args[1:])
-                assert code == 0, (args, err)
+                code, out, err = kvire_store(args[0], folder, *args[1:])
+                assert code == 0, (args, out, err)
             for command in ("pin", "unpin"):
                 code, _, err = kvire_store(command, key, "--store", folder)
                 assert code == 0, (command, err)
         assert kvire_store("forget", folder, "--tenant", "other", "--yes")[0] == 0
+        until(lambda: all(held(folder, prompt(keyring, [11] * 32))), every_s=0.1)  # its eleventh
         out, _ = writer.communicate("stop\n", timeout=60)
     done = json.loads(out)
     assert done["errors"] == [] and done["prompts"] > 10

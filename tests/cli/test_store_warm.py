@@ -16,6 +16,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny("llama", tmp_path_factory.mktemp("tiny") / "tiny-llama"))
 
 
+@pytest.mark.usefixtures("loading_pays")
 def test_what_was_warmed_is_found_and_can_be_pinned(
     kvire_store, tiny: str, folder: Path, tmp_path: Path, keyring: Keyring
 ) -> None:

@@ -7,7 +7,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness.engines import request, tiny_engine, words
+from harness.engines import held, request, tiny_engine, words
+from harness.waiting import until
 from models.tiny import make_tiny
 
 from kvire import LLM, AsyncLLM
@@ -113,11 +114,12 @@ def test_async_llm(tiny: str) -> None:
             assert chat.cache.prompt_tokens == chat.usage.prompt_tokens
             stream = [output async for output in llm.stream("hello", max_tokens=4, temperature=0)]
             assert "".join(output.text for output in stream) == one.text
-            task = asyncio.create_task(llm.generate("hello", max_tokens=1500, ignore_eos=True))
-            await asyncio.sleep(0.2)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
+            with held(llm.client.engine):
+                task = asyncio.create_task(llm.generate("hello", max_tokens=1500, ignore_eos=True))
+                await asyncio.to_thread(until, lambda: llm.client.in_flight)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
             with pytest.raises(RequestError):
                 await llm.generate(["fine", "x" * 5000], max_tokens=4)
             await llm.generate("hello", max_tokens=1)

@@ -1,6 +1,6 @@
 """A load that meets a computation, and tiers that stall, die or lie in the middle of one."""
 
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,11 @@ from harness.loads import (
     keep,
     say_how_fast,
 )
+from harness.waiting import PATIENCE_S, until
 from store.stores import BentTier, open_store
 
 from kvire.core.report import MissReason
+from kvire.store.ticket import LoadState
 from kvire.store.tier import TierKind
 
 B = BLOCK
@@ -29,14 +31,19 @@ PROMPT = words(1, BLOCKS * B + 3)
 @pytest.mark.parametrize("kind", [TierKind.DISK, TierKind.REMOTE])
 def test_computing_from_the_front_meets_loading_from_the_back(tmp_path: Path, kind: TierKind) -> None:
     prompt, tier = words(2, 40 * B + 3), BentTier(kind)
-    with open_store(tmp_path, tier, load_timeout_s=5) as store:
+    with open_store(tmp_path, tier, load_timeout_s=PATIENCE_S) as store:
         keep(store, prompt)
-        token_s = PATIENT_S if kind is TierKind.DISK else HASTY_S  # it waits for a remote tier's word
-        say_how_fast(store, BLOCK_BYTES / (B * token_s))
-        tier.slow_s = 0.002 if kind is TierKind.DISK else 0.02  # several threads read remote tiers
-        engine = engine_over(store, token_s=token_s)
-        one = request(prompt)
-        answer = drive(engine, [one])[one.request_id, 0]
+        say_how_fast(store, BLOCK_BYTES / (B * PATIENT_S))
+        tier.gate.clear()
+        engine = engine_over(store)
+        engine.submit(one := request(prompt))
+        until(lambda: engine.step() or any(seq.num_computed for seq in engine.scheduler.running))
+        (load,) = [seq.load for seq in engine.scheduler.running]
+        assert load is not None
+        tier.slow_s = 0.002
+        tier.gate.set()
+        until(lambda: load.ticket.states().count(LoadState.READY) >= 4)
+        answer = drive(engine, [], exact=False)[one.request_id, 0]
         report = answer.cache
         loaded = report.disk_tokens + report.remote_tokens
         assert loaded >= 4 * B and report.computed_tokens >= 4 * B, "both"
@@ -60,7 +67,7 @@ def test_what_is_computed_is_not_read(tmp_path: Path) -> None:
         computed = seq.num_computed // B
         assert 0 < computed < 40, "it did not wait for the last block, which cannot be read yet"
         tier.gate.set()
-        assert seq.load.ticket.wait(10)
+        assert seq.load.ticket.wait(PATIENCE_S)
         assert sorted(tier.log) == sorted(ids_of(engine, prompt)[computed:])
         assert finish(engine, one).token_ids == oracle(prompt).token_ids
 
@@ -81,7 +88,7 @@ def test_loading_alone_computes_nothing_meanwhile(tmp_path: Path) -> None:
 @pytest.mark.parametrize("after", [0, 1, 5])
 def test_a_tier_that_dies_in_the_middle(tmp_path: Path, after: int, kind: TierKind) -> None:
     tier = BentTier(kind)
-    with open_store(tmp_path, tier, load_timeout_s=5) as store:
+    with open_store(tmp_path, tier, readers=1, load_timeout_s=PATIENCE_S) as store:
         keep(store, PROMPT)
 
         def die(block_id, buffers, length):
@@ -145,12 +152,13 @@ def test_damaged_blocks_are_computed_and_the_others_loaded(tmp_path: Path, damag
 
 
 def test_a_tier_that_stalls_is_given_up(tmp_path: Path) -> None:
-    tier = BentTier()
-    with open_store(tmp_path, tier) as store:
+    tier, go = BentTier(), threading.Event()
+    with open_store(tmp_path, tier, readers=1) as store:
         keep(store, PROMPT)
 
         def stall(block_id, buffers, length):
-            time.sleep(0.3 if len(tier.log) > 3 else 0)
+            if len(tier.log) > 3:
+                go.wait(PATIENCE_S)
             return length
 
         tier.bend = stall
@@ -160,6 +168,7 @@ def test_a_tier_that_stalls_is_given_up(tmp_path: Path) -> None:
         assert answer.token_ids == oracle(PROMPT).token_ids
         assert answer.cache.miss is MissReason.SLOWER
         assert answer.cache.miss_token == answer.cache.disk_tokens <= 4 * B
+        go.set()
         at_rest(engine)
         assert len(tier.log) <= 5, "nothing more was read once it was given up"
 
@@ -167,7 +176,7 @@ def test_a_tier_that_stalls_is_given_up(tmp_path: Path) -> None:
 def test_a_block_begun_by_a_copy_is_finished_and_not_read(tmp_path: Path) -> None:
     """The device knows the first tokens of a block that only a remote tier may have: it is computed on from there."""
     tier = BentTier(TierKind.REMOTE)
-    with open_store(tmp_path, tier, load_timeout_s=5) as store:
+    with open_store(tmp_path, tier, load_timeout_s=PATIENCE_S) as store:
         keep(store, PROMPT)
         engine = engine_over(store)
         begun = request([*PROMPT[: 3 * B + 5], 7], max_tokens=1)

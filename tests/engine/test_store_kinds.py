@@ -22,8 +22,9 @@ from harness.engines import (
     tiny_llama,
     words,
 )
-from harness.loads import HASTY_S, PATIENT_S, engine_over, ids_of, keep
+from harness.loads import HASTY_S, PATIENT_S, at_rest, engine_over, finish, ids_of, keep
 from harness.stored import disk, memory, say_what_prefill_costs, store_over
+from harness.waiting import PATIENCE_S
 from store.stores import BentTier, open_store
 
 from kvire.core import keys
@@ -92,7 +93,7 @@ def test_a_missing_block_shortens_the_load_to_where_every_window_is_whole(tmp_pa
 @pytest.mark.parametrize("trouble", ["damaged", "dead", "slow"])
 def test_a_load_that_fails_is_computed_from_the_start(tmp_path: Path, family: str, trouble: str) -> None:
     tier = BentTier()
-    with open_store(tmp_path, tier) as store:
+    with open_store(tmp_path, tier, readers=1) as store:
         keep_windows(store, family)
 
         engine = windows_over(store, family, token_s=HASTY_S if trouble == "slow" else PATIENT_S)
@@ -102,13 +103,22 @@ def test_a_load_that_fails_is_computed_from_the_start(tmp_path: Path, family: st
             if trouble == "damaged":
                 buffers[-1][-1] ^= block_id == needed
             elif len(tier.log) == 1:
-                tier.dead, tier.slow_s = trouble == "dead", 0.3 * (trouble == "slow")
+                tier.dead = trouble == "dead"
+                if trouble == "slow":
+                    tier.gate.clear()
             return length
 
         tier.bend = bend
         if trouble == "damaged":  # everything else is there when the engine looks
-            engine.scheduler.prefetcher.nap = lambda running: [seq.load.ticket.wait(10) for seq in running if seq.load]
-        answer = ask(engine, PROMPT, logprobs=0)
+            loads = lambda running: [seq.load for seq in running if seq.load]
+            engine.scheduler.prefetcher.nap = lambda running: [load.ticket.wait(PATIENCE_S) for load in loads(running)]
+        if trouble == "slow":
+            engine.submit(one := request(PROMPT, logprobs=0))
+            answer = finish(engine, one)
+            tier.gate.set()
+            at_rest(engine)
+        else:
+            answer = ask(engine, PROMPT, logprobs=0)
         assert_as_alone(family, answer, PROMPT)
         assert answer.cache.reused_tokens == 0
         expected = {"damaged": MissReason.DAMAGED, "dead": MissReason.UNAVAILABLE, "slow": MissReason.SLOWER}
@@ -118,7 +128,7 @@ def test_a_load_that_fails_is_computed_from_the_start(tmp_path: Path, family: st
 @pytest.mark.parametrize("family", FAMILIES)
 def test_windows_from_a_remote_tier(tmp_path: Path, family: str) -> None:
     """Nobody knows beforehand what it has: all of it, nothing, or what goes on where the device knows half a block."""
-    with open_store(tmp_path, BentTier(TierKind.REMOTE), load_timeout_s=5) as store:
+    with open_store(tmp_path, BentTier(TierKind.REMOTE), load_timeout_s=PATIENCE_S) as store:
         engine = windows_over(store, family)
         report = ask(engine, PROMPT, max_tokens=30).cache
         assert (report.reused_tokens, report.miss) == (0, MissReason.NEVER_STORED)
@@ -136,7 +146,7 @@ def test_windows_from_a_remote_tier(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_disk_certainly_has_is_not_staked_on_what_a_remote_tier_may_have(tmp_path: Path, family: str) -> None:
     tiers = (BentTier(TierKind.DISK, "near"), BentTier(TierKind.REMOTE, "far"))
-    with open_store(tmp_path, *tiers, load_timeout_s=5) as store:
+    with open_store(tmp_path, *tiers, load_timeout_s=PATIENCE_S) as store:
         keep_windows(store, family)
         longer = [*PROMPT, *words(5, 3 * B)]
         answer = ask(windows_over(store, family), longer, logprobs=0)
@@ -203,7 +213,8 @@ def test_nothing_of_a_request_with_numbers_that_are_not_finite_stays_in_the_stor
         engine.model = Poisoned(healthy, position=len(prompt) - 1)
         tier.gate.clear()
         engine.submit(request(prompt))
-        outputs = []
+        outputs = engine.step()
+        assert tier.waiting.wait(PATIENCE_S)
         while engine.has_work:
             outputs += engine.step()
         assert [type(output) for output in outputs] == [Failure]

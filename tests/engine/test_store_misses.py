@@ -10,12 +10,14 @@ from harness.loads import (
     HASTY_S,
     ask_as,
     engine_over,
+    explained,
     flip_bytes_on_disk,
     ids_of,
     keep,
     say_its_namespace_is,
 )
 from harness.stored import disk, memory, memory_and_disk, store_over
+from harness.waiting import PATIENCE_S
 from store.stores import BentTier, open_store
 
 from kvire.core.keys import Namespace
@@ -32,8 +34,7 @@ OTHERWISE = {
 
 
 def why(engine: Engine, prompt: list[int], **who) -> CacheReport:
-    """The report at the end of an answer that takes the store long enough to be asked."""
-    return ask_as(engine, prompt, max_tokens=40, **who).cache
+    return explained(engine, prompt, **who).cache
 
 
 def test_what_was_never_stored(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_what_is_stored_but_faster_to_compute(tmp_path: Path) -> None:
 
 
 def test_a_remote_tier_that_has_nothing_is_no_reason(tmp_path: Path) -> None:
-    with open_store(tmp_path, BentTier(TierKind.REMOTE), load_timeout_s=5) as store:
+    with open_store(tmp_path, BentTier(TierKind.REMOTE), load_timeout_s=PATIENCE_S) as store:
         for token_s in (HASTY_S, BUSY_S):
             report = why(engine_over(store, token_s=token_s), words(int(token_s * 1e3), 6 * B + 3))
             assert report.miss is MissReason.NEVER_STORED

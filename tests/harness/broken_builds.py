@@ -6,6 +6,7 @@ import pytest
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 Claim = Callable[[], None]
+Test = Callable[..., None]
 Cases = list[tuple[Claim, list[Mutant]]]
 
 # How a claim fails. A TypeError is none of them: it says that the mutant no longer fits the code that it breaks.
@@ -17,10 +18,11 @@ def each_claim(cases: Cases) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("claim", [claim for claim, _ in cases], ids=lambda claim: claim.__name__)
 
 
-def each_broken_build(cases: Cases) -> pytest.MarkDecorator:
-    """One test per claim and mutant, called `claim` and `mutant`."""
+def each_broken_build(cases: Cases) -> Callable[[Test], Test]:
+    """One test per claim and mutant, called `claim` and `mutant`; what the claim waits for is not waited for long."""
     pairs = [(claim, mutant) for claim, broken in cases for mutant in broken]
-    return pytest.mark.parametrize(("claim", "mutant"), pairs, ids=lambda part: part.__name__)
+    each = pytest.mark.parametrize(("claim", "mutant"), pairs, ids=lambda part: part.__name__)
+    return lambda test: pytest.mark.usefixtures("short_of_patience")(each(test))
 
 
 def must_notice(claim: Claim, mutant: Mutant, patch: pytest.MonkeyPatch) -> None:

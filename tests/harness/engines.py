@@ -2,14 +2,19 @@
 
 import copy
 import random
+import threading
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from time import monotonic, sleep
+from time import monotonic
+from types import SimpleNamespace
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from harness import waiting
 from kvire.attention.cpu import best_attention
 from kvire.attention.paged_cache import PagedCache, PagedModel
 from kvire.attention.tiled_model import TiledModel
@@ -25,7 +30,6 @@ from kvire.engine.request import Output, Request, SamplingParams, TokenLogprobs
 VOCAB = 259  # 256 bytes, then beginning, end and padding
 EOS = 257
 BLOCK = 16
-IDLE_S = 10.0  # that an engine may at most wait, for a load
 
 
 class ByteTokenizer:
@@ -153,7 +157,7 @@ def drive(
         outputs = engine.step()
         if engine.stats.steps > steps:
             idle_since = monotonic()
-        assert monotonic() - idle_since < IDLE_S, "work is waiting, but nothing runs"
+        assert monotonic() - idle_since < waiting.PATIENCE_S, "work is waiting, but nothing runs"
         for output in outputs:
             assert isinstance(output, Output), f"{output}"
             answer = answers[output.request_id, output.index]
@@ -184,10 +188,35 @@ def drive(
 
 def settle(engine: Engine) -> None:
     """Wait until no read writes into the pool any more."""
-    end = monotonic() + IDLE_S
-    while engine.scheduler.prefetcher and engine.scheduler.prefetcher.draining and monotonic() < end:
+    prefetcher = engine.scheduler.prefetcher
+
+    def is_quiet() -> bool:
         engine.poll()
-        sleep(0.001)
+        return prefetcher is None or not prefetcher.draining
+
+    waiting.until(is_quiet)
+
+
+@contextmanager
+def held(engine: Engine, when: Callable[[], object] = lambda: True) -> Iterator[threading.Event]:
+    """While this lasts, the engine stands still in the first step for which `when()`, asked on its thread, is true.
+
+    Gives an event: it does now.
+    """
+    model, stands, go = engine.model, threading.Event(), threading.Event()
+
+    def forward(batch):
+        if not go.is_set() and when():
+            stands.set()
+            go.wait()
+        return model.forward(batch)
+
+    engine.model = SimpleNamespace(forward=forward)
+    try:
+        yield stands
+    finally:
+        engine.model = model
+        go.set()
 
 
 _numbers = iter(range(10**9))

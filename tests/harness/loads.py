@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic
 
 from harness.differential import poison
-from harness.engines import BLOCK, IDLE_S, SPEC, Answer, drive, request, settle, tiny_engine
+from harness.engines import BLOCK, SPEC, Answer, drive, request, settle, tiny_engine
 from harness.stored import say_what_prefill_costs
+from harness.waiting import PATIENCE_S, until
 from kvire.core.keys import block_keys
 from kvire.core.record import BlockId
 from kvire.engine.engine import Engine
@@ -43,7 +43,7 @@ def keep(store: TieredStore, *prompts: Sequence[int], **options) -> list[Answer]
     """Compute prompts in an engine of its own; every tier has their blocks then."""
     engine = engine_over(store, **options)
     answers = [ask_as(engine, prompt) for prompt in prompts]
-    assert store.flush(30.0)
+    assert store.flush(PATIENCE_S)
     return answers
 
 
@@ -51,6 +51,23 @@ def ids_of(engine: Engine, prompt: Sequence[int], tenant: str = "", group: int =
     """Of the full blocks of a prompt."""
     _, root = engine.identity(tenant)
     return [BlockId(key, group) for key in block_keys(root, list(prompt), BLOCK)]
+
+
+def explained(engine: Engine, prompt: Sequence[int], **who) -> Answer:
+    """One request, alone; before it ends, the store has said what it knows about the miss."""
+    step = engine.step
+
+    def patiently():
+        outputs = step()
+        for seq in engine.scheduler.running:
+            assert seq.explanation is None or seq.explanation.wait(PATIENCE_S) is not None
+        return outputs
+
+    engine.step = patiently
+    try:
+        return ask_as(engine, prompt, **who)
+    finally:
+        del engine.step
 
 
 class Steady:
@@ -105,14 +122,18 @@ def say_its_namespace_is(engine: Engine, **changed: str) -> Engine:
 
 def finish(engine: Engine, one: Request) -> Answer:
     """Step until the request is answered, whatever still hangs."""
-    answer, end = Answer(), monotonic() + IDLE_S
-    while answer.finish_reason is None:
-        assert monotonic() < end, "no answer"
+    answer = Answer()
+
+    def step() -> bool:
         for output in engine.step():
             assert isinstance(output, Output), f"{output}"
             if output.request_id == one.request_id:
                 answer.token_ids += output.token_ids
+                answer.logprobs += output.logprobs or ()
                 answer.finish_reason, answer.cache = output.finish_reason, output.cache or answer.cache
+        return answer.finish_reason is not None
+
+    until(step, every_s=0)
     return answer
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from harness.differential import Subject, Tally, compare_blocks, judge, run
 from harness.traffic import Traffic
+from harness.waiting import PATIENCE_S
 from kvire.codec.frame import Frames
 from kvire.core.config import StoreConfig
 from kvire.engine.engine import Engine
@@ -65,7 +66,7 @@ def slow_disk(folder: Path, keyring: Keyring) -> list[tuple[Tier, Frames]]:
 
 
 def shared_folder(folder: Path, keyring: Keyring) -> list[tuple[Tier, Frames]]:
-    return [(open_remote(f"file://{folder / 'shared'}", timeout_s=5.0), Frames(keyring.tenant))]
+    return [(open_remote(f"file://{folder / 'shared'}", timeout_s=PATIENCE_S), Frames(keyring.tenant))]
 
 
 def slow_remote(folder: Path, keyring: Keyring) -> list[tuple[Tier, Frames]]:
@@ -88,7 +89,7 @@ KINDS: dict[str, tuple[Tiers, float]] = {
 def store_over(tiers: Tiers, folder: Path) -> Iterator[TieredStore]:
     """Open on whatever lies in `folder`."""
     keyring = Keyring(folder / "keys" / "keyring.json")
-    store = TieredStore(tiers(folder, keyring), keyring, StoreConfig(load_timeout_s=5.0))
+    store = TieredStore(tiers(folder, keyring), keyring, StoreConfig(load_timeout_s=PATIENCE_S))
     with store:
         yield store
 
@@ -116,7 +117,7 @@ def prove_stored(
                 )
                 total.add(judge(episode))
                 total.blocks_compared += compare_blocks(episode)
-                assert store.flush(30.0)
+                assert store.flush(PATIENCE_S)
     return total
 
 

@@ -17,6 +17,7 @@ from harness.engines import BLOCK, words
 from harness.families import family_path
 from harness.loads import PATIENT_S, ask_as
 from harness.stored import disk, memory, say_what_prefill_costs, shared_folder, store_over
+from harness.waiting import PATIENCE_S
 from store.servers import redis_server
 
 from kvire.attention.cpu import native_available
@@ -120,7 +121,7 @@ def opener(kind: str, folder: Path) -> Iterator[Callable[[], "contextmanager[Tie
     if kind == "redis":
         with redis_server(folder / "redis") as port:
             url = f"redis://127.0.0.1:{port}/0"
-            tiers = lambda _, keyring: [(open_remote(url, timeout_s=5.0), Frames(keyring.tenant))]
+            tiers = lambda _, keyring: [(open_remote(url, timeout_s=PATIENCE_S), Frames(keyring.tenant))]
             yield lambda: store_over(tiers, folder)
     elif kind == "memory":  # it cannot outlive its process; engines come and go over it
         with store_over(memory, folder) as store:

@@ -4,14 +4,14 @@ import gc
 import random
 import resource
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
-from harness.engines import BLOCK, request, scripted_engine, tiny_engine, words
+from harness.engines import BLOCK, held, request, scripted_engine, tiny_engine, words
+from harness.waiting import PATIENCE_S, until
 
 from kvire.engine.client import EngineClient
 from kvire.engine.engine import Engine
@@ -29,16 +29,19 @@ def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
 
 
-def wait_until(true: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.0005)
-
-
 def at_rest(engine: Engine) -> bool:
     pools = engine.pool.pools
     return engine.pool.num_free == engine.pool.num_blocks and all(b.ref_count == 0 for p in pools for b in p._blocks)
+
+
+def stage(engine: Engine, where: str, answered: int) -> Callable[[], bool]:
+    """Whether a request has come there: waits for a seat, is in the middle of its prompt, or has so many tokens."""
+    scheduler = engine.scheduler
+    return {
+        "queued": lambda: bool(scheduler.waiting) or len(scheduler.running) > scheduler.max_num_seqs,
+        "prefill": lambda: any(0 < seq.num_computed < seq.num_prompt for seq in scheduler.running),
+        "decode": lambda: any(seq.num_answer >= answered for seq in scheduler.running),
+    }[where]
 
 
 def soak_cancelled(count: int = CANCELLED) -> None:
@@ -55,19 +58,17 @@ def soak_cancelled(count: int = CANCELLED) -> None:
             others = [request(words(rng.randrange(9), 3 * BLOCK), max_tokens=400) for _ in range(busy)]
             one = request(words(rng.randrange(2**32), rng.randrange(20, 40) * BLOCK), max_tokens=400)
             outputs: SimpleQueue = SimpleQueue()
-            for each in (*others, one):
-                client.submit(each, outputs)
-            if where == "prefill":
-                wait_until(lambda e=engine: any(0 < s.num_computed < s.num_prompt for s in [*e.scheduler.running]), 10)
-            elif where == "decode":
-                for _ in range(rng.randrange(1, 6)):
-                    outputs.get(timeout=10)
-            else:
-                wait_until(lambda e=engine: bool(e.scheduler.waiting), 10)
-            for each in rng.sample([*others, one], 1 + len(others)):
-                client.abort(each.request_id)
-                done[where] += 1
-            wait_until(lambda e=engine: not e.has_work and at_rest(e), timeout_s=1)
+            with held(engine, stage(engine, where, rng.randrange(1, 6))) as stands:
+                with held(engine):
+                    for each in (*others, one):
+                        client.submit(each, outputs)
+                assert stands.wait(PATIENCE_S)
+                for each in rng.sample([*others, one], 1 + len(others)):
+                    client.abort(each.request_id)
+                    done[where] += 1
+                steps = engine.stats.steps
+            until(lambda e=engine: not e.has_work and at_rest(e))
+            assert engine.stats.steps == steps + 1, "the step that was under way was the last one"
         assert min(done.values()) > count / 10, done
         assert client.in_flight == 0 and not engine._sequences and not engine._seeds
         assert not engine.scheduler._computing

@@ -59,15 +59,6 @@ CASES: Cases = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def short_of_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A claim that fails leaves a store in the middle of something; nobody waits long for it."""
-    monkeypatch.setattr("kvire.store.tiered.FLUSH_S", 0.2)
-    monkeypatch.setattr("kvire.store.tiered.JOIN_S", 0.2)
-    monkeypatch.setattr("harness.engines.IDLE_S", 3.0)
-    monkeypatch.setattr("harness.loads.IDLE_S", 3.0)
-
-
 @each_broken_build(CASES)
 @pytest.mark.timeout(120)
 def test_notices_a_broken_build(claim: Claim, mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,17 @@
 import gc
 import random
 import threading
-import time
 from collections import Counter
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
-from harness.engines import BLOCK, drive, request, scripted_engine, settle, words
+from harness.engines import BLOCK, drive, held, request, scripted_engine, settle, words
 from harness.loads import PATIENT_S, engine_over, keep
 from harness.stored import disk, memory, say_what_prefill_costs, store_over
-from proof.test_soak import SLOPE_BYTES, at_rest, open_files, rss_bytes, wait_until
+from harness.waiting import PATIENCE_S, until
+from proof.test_soak import SLOPE_BYTES, at_rest, open_files, rss_bytes, stage
 from store.stores import BentTier, open_store
 
 from kvire.engine.client import EngineClient
@@ -20,7 +21,23 @@ from kvire.engine.client import EngineClient
 B = BLOCK
 
 
-def soak_cancelled_loads(path: Path, count: int = 150) -> None:
+class Hanging:
+    """Reads of a tier, of which the one of that number hangs from now on, until `go` is set."""
+
+    def __init__(self, tier: BentTier, number: int) -> None:
+        self.hangs, self.go = threading.Event(), threading.Event()
+        self._numbers = count(1)
+        self._number = number
+        tier.bend = self._bend
+
+    def _bend(self, block_id, buffers, length: int) -> int:
+        if next(self._numbers) == self._number:
+            self.hangs.set()
+            self.go.wait(PATIENCE_S)
+        return length
+
+
+def soak_cancelled_loads(path: Path, cancelled: int = 150) -> None:
     """Cancelled while queued, while loading (also in the middle of a read), while decoding and while being stored."""
     rng, tier = random.Random(8), BentTier()
     prompts = [words(i, rng.randrange(6, 12) * B) for i in range(12)]
@@ -31,36 +48,38 @@ def soak_cancelled_loads(path: Path, count: int = 150) -> None:
     engine = engine_over(store, num_blocks=64, max_num_seqs=2)
     with EngineClient(engine) as client:
         done: Counter[str] = Counter()
-        while sum(done.values()) < count:
+        while sum(done.values()) < cancelled:
             where = rng.choice(("queued", "loading", "decode", "storing"))
-            tier.slow_s = 0.02 if where == "loading" else 0.0
             prompt = words(rng.randrange(2**32), 4 * B) if where == "storing" else rng.choice(prompts)
             busy = 2 if where == "queued" else 0
             others = [request(words(i, 3 * B), max_tokens=400) for i in range(busy)]
             one = request(prompt, max_tokens=400)
             outputs: SimpleQueue = SimpleQueue()
             client.clear()
-            for each in (*others, one):
-                client.submit(each, outputs)
             if where == "loading":
-                reads = len(tier.log)
-                wait_until(lambda reads=reads: len(tier.log) > reads, 10)
-                time.sleep(rng.random() * 0.02)
-            elif where == "queued":
-                wait_until(lambda: bool(engine.scheduler.waiting) or len(engine.scheduler.running) > 2, 10)
+                reads = Hanging(tier, rng.randrange(1, 5))
+                client.submit(one, outputs)
+                assert reads.hangs.wait(PATIENCE_S)
+                client.abort(one.request_id)
+                until(lambda: not engine.scheduler.running)
+                reads.go.set()
             else:
-                for _ in range(rng.randrange(1, 4)):
-                    outputs.get(timeout=10)
-            for each in (*others, one):
-                client.abort(each.request_id)
-                done[where] += 1
-            wait_until(lambda: not engine.has_work and at_rest(engine), timeout_s=1)
-        assert min(done.values()) > count / 20, done
+                come = stage(engine, "queued" if where == "queued" else "decode", rng.randrange(1, 4))
+                with held(engine, come) as stands:
+                    with held(engine):
+                        for each in (*others, one):
+                            client.submit(each, outputs)
+                    assert stands.wait(PATIENCE_S)
+                    for each in (*others, one):
+                        client.abort(each.request_id)
+            done[where] += 1 + len(others)
+            until(lambda: not engine.has_work and at_rest(engine))
+        assert min(done.values()) > cancelled / 20, done
         assert client.in_flight == 0 and not engine._sequences and not engine.scheduler._computing
         assert store.flush(10)
-        assert store.stats().levels["bent"].counts.loaded_blocks > count / 4
+        assert store.stats().levels["bent"].counts.loaded_blocks > cancelled / 4
     engine.pool.check()
-    wait_until(lambda: threading.active_count() <= threads and open_files() <= files, timeout_s=5)
+    until(lambda: threading.active_count() <= threads and open_files() <= files)
 
 
 def soak_short_stored_requests(path: Path, count: int = 3_000, warm_up: int = 1_000) -> None:
@@ -115,7 +134,7 @@ def test_engines_come_and_go_over_one_folder(tmp_path: Path) -> None:
             with EngineClient(engine) as client:
                 outputs: SimpleQueue = SimpleQueue()
                 client.submit(request(prompt, max_tokens=500), outputs)
-                outputs.get(timeout=10)
+                outputs.get(timeout=PATIENCE_S)
         if life == 2:
             threads, files = threading.active_count(), open_files()
-    assert threading.active_count() <= threads and open_files() <= files
+    until(lambda: threading.active_count() <= threads and open_files() <= files)

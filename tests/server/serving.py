@@ -1,5 +1,6 @@
 """A real server on a free port, over a tiny random llama or a script; one token is one byte."""
 
+import asyncio
 import copy
 import http.client
 import json
@@ -7,7 +8,8 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +17,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+from harness.engines import held
+from harness.waiting import PATIENCE_S, until
 from openai import OpenAI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
@@ -31,13 +35,16 @@ from kvire.engine.engine import Engine
 from kvire.engine.request import Request, SamplingParams
 from kvire.server.app import create_app
 from kvire.server.options import ServerOptions
+from kvire.server.protocol import BoundedProtocol
 from kvire.server.run import bind, make_server, url_of
+from kvire.server.service import Service
 
 MODEL = "tiny"
 BLOCK = 16
 SPECIAL = ("<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", "<|python_tag|>")
 VOCAB = 256 + len(SPECIAL)
 EOS = 257
+SLOW_STEP_S = 0.06  # a request of 1,500 steps takes three times as long as anybody waits for what should come soon
 SPEC = KVSpec((KVGroup(LayerKind.FULL, (0, 1, 2), 2, 16, 16),), "float32", BLOCK)
 
 PLAIN_TEMPLATE = (
@@ -122,6 +129,14 @@ class ScriptedModel:
         return logits
 
 
+def slow_model() -> ScriptedModel:
+    """A request with `max_tokens` of 1,500 and more does not end by itself before a test has looked."""
+    model = ScriptedModel()
+    model.say("z" * 3000)
+    model.delay_s = SLOW_STEP_S
+    return model
+
+
 def tiny_engine(
     *,
     blocks: int = 512,
@@ -146,6 +161,20 @@ def tiny_engine(
     )
 
 
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock a test can put forward: what the server does after a time is seen without waiting."""
+
+    skipped_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.skipped_s
+
+    def skip(self, seconds: float) -> None:
+        """From any thread."""
+        self.skipped_s += seconds
+        self.call_soon_threadsafe(lambda: None)  # it looks at its clock when it wakes
+
+
 @dataclass
 class Served:
     """A running server."""
@@ -154,41 +183,64 @@ class Served:
     client: EngineClient
     engine: Engine
     options: ServerOptions
+    service: Service
+    loop: SkippingLoop
+    protocols: set[BoundedProtocol]  # one for each open connection
 
     def openai(self, api_key: str = "none", **options: Any) -> OpenAI:
         return OpenAI(base_url=self.url + "/v1", api_key=api_key, max_retries=0, timeout=60, **options)
 
-    def request(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout: float = 30
-    ) -> "Answer":
-        """Any request, as raw as http.client makes them. body: bytes, or a value for JSON."""
+    def connect(self) -> socket.socket:
         address = urlsplit(self.url)
-        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=timeout)
+        return socket.create_connection((address.hostname, address.port), timeout=PATIENCE_S)
+
+    @contextmanager
+    def begun(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Any request, as raw as http.client makes them, once its answer begins. body: bytes, or a value for JSON."""
+        address = urlsplit(self.url)
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=2 * PATIENCE_S)
         if body is not None and not isinstance(body, (bytes, Iterator)):
             body = json.dumps(body).encode()
-        started = time.monotonic()
         try:
             connection.request(method, path, body, headers or {})
-            response = connection.getresponse()
-            data = response.read()
+            yield connection.getresponse()
         finally:
             connection.close()
+
+    def request(self, *what: Any, **more: Any) -> "Answer":
+        """The same to its end."""
+        started = time.monotonic()
+        with self.begun(*what, **more) as response:
+            data = response.read()
         return Answer(response.status, dict(response.getheaders()), data, time.monotonic() - started)
 
     def post(self, path: str, body: Any, **more: Any) -> "Answer":
         return self.request("POST", path, body, **more)
 
-    def wait_until_idle(self, timeout_s: float) -> float:
-        """Seconds until no block is held and nothing runs or waits."""
-        started = time.monotonic()
+    def together(self, *calls: Callable[[], Any]) -> list[Any]:
+        """What the calls give, each of which makes one request: the engine has all of them before it answers any."""
+        with ThreadPoolExecutor(len(calls)) as pool:
+            with held(self.engine):
+                results = [pool.submit(call) for call in calls]
+                until(lambda: self.client.in_flight == len(calls))
+            return [result.result() for result in results]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no block is held, and nothing runs or waits."""
         engine = self.engine
-        while time.monotonic() - started < timeout_s:
-            if engine.pool.num_free == engine.pool.num_blocks and not engine.has_work and not self.client.in_flight:
-                return time.monotonic() - started
-            time.sleep(0.01)
-        raise AssertionError(
-            f"{engine.pool.num_blocks - engine.pool.num_free} blocks held, {len(engine.scheduler.running)} running, "
-            f"{len(engine.scheduler.waiting)} waiting, {self.client.in_flight} in flight after {timeout_s} s"
+        return engine.pool.num_free == engine.pool.num_blocks and not engine.has_work and not self.client.in_flight
+
+    def wait_until_idle(self) -> None:
+        engine = self.engine
+        until(
+            lambda: self.is_idle,
+            lambda: (
+                f"{engine.pool.num_blocks - engine.pool.num_free} blocks held, {len(engine.scheduler.running)} "
+                f"running, {len(engine.scheduler.waiting)} waiting, {self.client.in_flight} in flight"
+            ),
         )
 
     def direct(self, token_ids: list[int], **params: Any) -> tuple[str, list[int]]:
@@ -242,19 +294,18 @@ def listening(
     listener = bind(settings)
     if send_buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)  # connections inherit it
-    server = make_server(create_app(client, model_name, settings), settings)
+    app, loop = create_app(client, model_name, settings), SkippingLoop()
+    server = make_server(app, settings)
+    server.config.get_loop_factory = lambda: lambda: loop
     url = url_of(listener)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 10
-    while not server.started:
-        assert time.monotonic() < deadline, "the server did not start"
-        time.sleep(0.005)
+    until(lambda: server.started)
     try:
-        yield Served(url, client, client.engine, settings)
+        yield Served(url, client, client.engine, settings, app.state.service, loop, server.server_state.connections)
     finally:
         server.should_exit = True
-        thread.join(15)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive(), "the server did not stop"
 
 

@@ -1,11 +1,12 @@
 """What /metrics and /health say."""
 
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
-from server.serving import BLOCK, ScriptedModel, running, tiny_engine, words
+from harness.engines import held
+from harness.waiting import until
+from server.serving import BLOCK, running, slow_model, tiny_engine, words
 
 
 def samples(served) -> dict[str, float]:
@@ -62,38 +63,36 @@ def test_tokens_by_source_add_up_and_only_grow(fresh):
 
 
 def test_gauges_of_pool_and_queue():
-    model = ScriptedModel()
-    model.say("z" * 2000)
-    model.delay_s = 0.01
-    with running(tiny_engine(model=model, blocks=64, max_num_seqs=2, max_model_len=512)) as served:
+    options = {"blocks": 256, "max_num_seqs": 2}
+    with running(tiny_engine(model=slow_model(), **options)) as served, ThreadPoolExecutor(1) as pool:
         idle = samples(served)
-        assert idle["kvire_pool_blocks"] == idle["kvire_pool_free_blocks"] == 64
+        assert idle["kvire_pool_blocks"] == idle["kvire_pool_free_blocks"] == 256
         assert idle['kvire_engine_info{block_size="16",kv_dtype="float32",model="tiny"}'] == 1
         streams = [
-            served.openai().completions.create(model="tiny", prompt=words(i, 40), max_tokens=400, stream=True)
+            served.openai().completions.create(model="tiny", prompt=words(i, 40), max_tokens=1500, stream=True)
             for i in range(2)
         ]
         for stream in streams:
             next(iter(stream))
-        waiting = threading.Thread(target=complete, args=(served, words(9, 40)))
-        waiting.start()
-        time.sleep(0.2)
-        busy, health = samples(served), served.request("GET", "/health").json
+        with held(served.engine):
+            waiting = pool.submit(complete, served, words(9, 40))
+            until(lambda: served.client.in_flight == 3)
+            busy, health = samples(served), served.request("GET", "/health").json
         assert busy["kvire_running_sequences"] == health["queue"]["running"] == 2
         assert busy["kvire_queue_requests"] == health["queue"]["waiting"] == 1
-        assert busy["kvire_pool_free_blocks"] <= 58
+        assert busy["kvire_pool_free_blocks"] <= 250
         for stream in streams:
             stream.close()
-        waiting.join()
-        served.wait_until_idle(1)
+        waiting.result()
+        served.wait_until_idle()
         done = samples(served)
         assert done["kvire_running_sequences"] == done["kvire_queue_requests"] == 0
-        assert done["kvire_pool_remembered_blocks"] > 0 and done["kvire_pool_free_blocks"] == 64
+        assert done["kvire_pool_remembered_blocks"] > 0 and done["kvire_pool_free_blocks"] == 256
 
 
 def test_evictions_preemptions_and_recomputed_tokens_are_counted():
-    with running(tiny_engine(blocks=10)) as served, ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda i: complete(served, words(i, 40), max_tokens=100), range(2)))
+    with running(tiny_engine(blocks=10)) as served:
+        served.together(*(partial(complete, served, words(i, 40), max_tokens=100) for i in range(2)))
         complete(served, words(3, 150))
         counted = samples(served)
     assert counted["kvire_preemptions_total"] > 0

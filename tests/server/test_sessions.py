@@ -1,21 +1,19 @@
 """Sessions through the API: the request brings what is new, the server knows the rest, and only its owner sees it."""
 
-import http.client
-import json
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
+from harness.waiting import PATIENCE_S, until
 from models.tiny import make_tiny
 from server.serving import (
     BLOCK,
     HERMES_TEMPLATE,
     MODEL,
+    SLOW_STEP_S,
     Answer,
     ScriptedModel,
     Served,
@@ -34,6 +32,7 @@ from kvire.store.sessions import Sessions
 
 CHATS = "/v1/chat/completions"
 USAGE = {"include_usage": True}
+SLOW_ANSWER = "a slow answer " * 100
 FORGETFUL = HERMES_TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}")
 
 
@@ -60,6 +59,8 @@ class Talk:
     sessions: Sessions
 
     def turn(self, text: str, answer: str | list[int], *, stream: bool = False, **more: Any) -> Answer:
+        """The next one, once the one before is over for the server, too."""
+        until(lambda: not self.served.service.sessions_in_use)
         self.model.say(answer)
         body = {"messages": [user(text)], "session": "work", "temperature": 0, "stream": stream, **more}
         return self.served.post(CHATS, body)
@@ -181,21 +182,15 @@ def test_tool_calls_and_their_results_are_history_too(talk):
 def test_an_answer_whose_client_left_is_not_kept_and_the_session_is_free_again(talk):
     talk.turn("hello", "hi")
     before = talk.sessions.load("", "work")
-    talk.model.delay_s = 0.02
-    talk.model.say("x" * 500)
+    talk.model.delay_s = SLOW_STEP_S
+    talk.model.say("x" * 1500)
     body = {"messages": [user("long")], "session": "work", "temperature": 0, "stream": True}
-    address = urlsplit(talk.served.url)
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=10)
-    connection.request("POST", CHATS, json.dumps(body))
-    connection.getresponse().read(64)
-    connection.close()
-    talk.served.wait_until_idle(10)
+    with talk.served.begun("POST", CHATS, body) as response:
+        response.read(64)
+    talk.served.wait_until_idle()
     talk.model.delay_s = 0
     assert talk.sessions.load("", "work") == before
-    deadline = time.monotonic() + 5
-    while (again := talk.turn("short", "ok")).status == 409 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert again.json["kvire"]["session"]["messages"] == 4
+    assert talk.turn("short", "ok").json["kvire"]["session"]["messages"] == 4
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -211,24 +206,21 @@ def test_an_answer_that_broke_off_is_not_kept(talk, stream):
 
 @pytest.fixture
 def slow(talk):
-    """The same while a request holds the session."""
+    """The same while a request holds the session, until the test lets it finish."""
     talk.turn("hello", "hi")
-    talk.model.delay_s = 0.05
-    talk.model.say("slow answer")
+    talk.model.delay_s = SLOW_STEP_S
+    talk.model.say(SLOW_ANSWER)
     body = {"messages": [user("take your time")], "session": "work", "temperature": 0}
-    answers: list[Answer] = []
-    thread = threading.Thread(target=lambda: answers.append(talk.served.post(CHATS, body)))
-    thread.start()
-    deadline = time.monotonic() + 10
-    while not talk.served.client.in_flight and time.monotonic() < deadline:
-        time.sleep(0.005)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(talk.served.post, CHATS, body)
+        until(lambda: talk.served.client.in_flight)
 
-    def finish() -> Answer:
-        thread.join(20)
-        return answers[0]
+        def finish() -> Answer:
+            talk.model.delay_s = 0
+            return answer.result(PATIENCE_S)
 
-    yield talk, finish
-    thread.join(20)
+        yield talk, finish
+        talk.model.delay_s = 0
 
 
 def test_a_session_is_continued_by_one_request_at_a_time(slow):
@@ -243,8 +235,7 @@ def test_a_session_is_continued_by_one_request_at_a_time(slow):
     other = talk.served.post(CHATS, {"messages": [user("hi")], "session": "other", "max_tokens": 1})
     assert other.status == 200, "another session is free"
     assert finish().status == 200
-    assert [m["content"] for m in talk.stored()] == ["hello", "hi", "take your time", "slow answer"]
-    talk.model.delay_s = 0
+    assert [m["content"] for m in talk.stored()] == ["hello", "hi", "take your time", SLOW_ANSWER]
     assert talk.turn("now", "yes").status == 200
 
 
@@ -369,6 +360,7 @@ def test_broken_keys_are_told_without_their_place(talk, tmp_path):
     assert str(tmp_path) not in refused.error["message"]
 
 
+@pytest.mark.usefixtures("loading_pays")
 def test_after_a_restart_a_turn_computes_the_last_partial_block_and_what_is_new(tmp_path, keep_sessions):
     model = str(make_tiny("llama", tmp_path / "tiny"))
     config = StoreConfig(path=tmp_path / "store", disk_bytes=64 << 20, key_file=tmp_path / "keys.json")

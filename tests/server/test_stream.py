@@ -1,10 +1,10 @@
 """Server-sent events: form, stop strings, split characters, preemption."""
 
 import random
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
-from server.serving import running, tiny_engine, words
+from server.serving import SLOW_STEP_S, running, tiny_engine, words
 
 
 def streamed(served, path="/v1/completions", **body):
@@ -35,16 +35,16 @@ def test_every_chunk_of_a_stream_has_the_same_id_and_shape(shared):
 
 def test_tokens_arrive_while_the_rest_is_computed(scripted):
     """The first event does not wait for the last token."""
-    scripted.say("x" * 40)
-    scripted.model.delay_s = 0.02
+    scripted.say("x" * 1500)
+    scripted.model.delay_s = SLOW_STEP_S
     try:
         chunks = scripted.served.openai().completions.create(
-            model="tiny", prompt="a", max_tokens=40, temperature=0, stream=True
+            model="tiny", prompt="a", max_tokens=1500, temperature=0, stream=True
         )
         next(iter(chunks))
         assert len(scripted.served.engine.scheduler.running) == 1
         chunks.close()
-        scripted.served.wait_until_idle(1)
+        scripted.served.wait_until_idle()
     finally:
         scripted.model.delay_s = 0.0
 
@@ -114,15 +114,15 @@ def test_s42_cut_at_every_byte_the_stream_equals_decoding_all_ids(scripted, text
 
 
 def test_s42_leaving_in_the_middle_of_a_character_hurts_nobody(scripted):
-    scripted.say("한국어" * 20)
-    scripted.model.delay_s = 0.005
+    scripted.say("한국어" * 200)
+    scripted.model.delay_s = SLOW_STEP_S
     try:
         chunks = scripted.served.openai().completions.create(
-            model="tiny", prompt="x", max_tokens=100, temperature=0, stream=True
+            model="tiny", prompt="x", max_tokens=1800, temperature=0, stream=True
         )
         assert next(iter(chunks)).choices[0].text == "한"
         chunks.close()
-        scripted.served.wait_until_idle(1)
+        scripted.served.wait_until_idle()
     finally:
         scripted.model.delay_s = 0.0
     scripted.say("어")
@@ -142,13 +142,13 @@ def test_s30_preempted_answers_are_complete_streamed_or_not(pair):
     bodies = [PREEMPTED[i] | {"ignore_eos": True} for i in pair]
     with running(tiny_engine(prefix_cache=False)) as alone:
         want = [whole(alone, **body)[0] for body in bodies]
-    with running(tiny_engine(blocks=10, max_batch_tokens=32)) as tiny, ThreadPoolExecutor(2) as pool:
-        together = list(pool.map(lambda body: whole(tiny, **body)[0], bodies))
+    with running(tiny_engine(blocks=10, max_batch_tokens=32)) as tiny:
+        results = tiny.together(*(partial(whole, tiny, **body) for body in bodies))
         assert tiny.engine.scheduler.preemptions > 0
-        assert together == want
+        assert [text for text, _ in results] == want
         before = tiny.engine.scheduler.preemptions
-        results = list(pool.map(lambda body: streamed(tiny, **body), bodies))
+        results = tiny.together(*(partial(streamed, tiny, **body) for body in bodies))
         assert tiny.engine.scheduler.preemptions > before
         assert [text for text, _, _ in results] == want
-        tiny.wait_until_idle(1)
+        tiny.wait_until_idle()
         tiny.engine.pool.check()

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 from store.blocks import chain, kv_of, wanted
 
@@ -14,6 +15,7 @@ from kvire.codec.seal import TenantKey
 from kvire.core.config import StoreConfig
 from kvire.core.errors import TierUnavailable
 from kvire.core.record import BlockId, BlockRecord
+from kvire.store import loader
 from kvire.store.keyring import Keyring
 from kvire.store.memory import MemoryTier
 from kvire.store.ticket import LoadState, Ticket
@@ -107,15 +109,25 @@ class BentTier:
         self.inner.write(record, memoryview(frame), tag)
 
 
-def open_store(path: Path, *tiers: Tier, encrypt: bool = False, buffer_bytes: int = 8 * MIB, **options) -> TieredStore:
-    """A store over these tiers, to be used as a context. The keys lie in `path`; options are StoreConfig's."""
+def open_store(
+    path: Path,
+    *tiers: Tier,
+    encrypt: bool = False,
+    buffer_bytes: int = 8 * MIB,
+    readers: int = loader.LOCAL_THREADS,
+    **options,
+) -> TieredStore:
+    """A store over these tiers, to be used as a context. The keys lie in `path`; options are StoreConfig's. readers:
+    threads of local tiers; with one, blocks are read strictly one after another.
+    """
     keyring = Keyring(path / "keys" / "keyring.json", encrypt=encrypt)
 
     def unsealed(name: str) -> TenantKey:
         return replace(keyring.tenant(name), secret=None)
 
     pairs = [(tier, Frames(unsealed if tier.kind is TierKind.MEMORY else keyring.tenant)) for tier in tiers]
-    return TieredStore(pairs, keyring, StoreConfig(**options), buffer_bytes=buffer_bytes)
+    with patch.object(loader, "LOCAL_THREADS", readers):
+        return TieredStore(pairs, keyring, StoreConfig(**options), buffer_bytes=buffer_bytes)
 
 
 def blocks(store: TieredStore, count: int, seed: int = 0, tenant: str = "", **options) -> list[BlockRecord]:
