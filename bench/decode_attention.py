@@ -26,10 +26,11 @@ import torch
 from machine import describe, summary
 from torch import Tensor
 
-from kvire.attention.cpu import NativeAttention, native_module
+from kvire.attention.cpu import NativeAttention
 from kvire.attention.params import AttentionParams
 from kvire.cache.batch import Batch
 from kvire.cache.paged import PagedKV
+from kvire.core.native import native_module
 from kvire.core.spec import KVGroup, KVSpec, LayerKind
 
 SHAPES = {"9/3 x 64 (SmolLM2-135M)": (9, 3, 64), "32/8 x 128 (Llama-3-8B)": (32, 8, 128)}

@@ -26,6 +26,7 @@ import machine
 import numpy as np
 from figures import Bar, figure, ratios
 
+from kvire.codec.buffers import aligned_buffer
 from kvire.codec.frame import Frames
 from kvire.core.config import StoreConfig
 from kvire.core.keys import BlockKey, block_keys
@@ -50,7 +51,8 @@ MEMORY, CHECKED, SEALED, COLD, REDIS = (
 def main() -> None:
     options = _options()
     rng = np.random.default_rng(0)
-    kv = rng.integers(0, 256, TOTAL_BYTES, np.uint8)
+    kv, out = aligned_bytes(), aligned_bytes()
+    kv[:] = rng.integers(0, 256, TOTAL_BYTES, np.uint8)
     samples: dict[str, list[float]] = defaultdict(list)
     with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="kvire-bench-", dir=options.folder) as name:
         folder = Path(name)
@@ -60,7 +62,6 @@ def main() -> None:
         raw = stack.enter_context(raw_redis(folder, kv)) if REDIS in sources else None
         plain = folder / "plain"
         plain.write_bytes(kv.tobytes())
-        out = np.zeros_like(kv)
         for _ in range(options.rounds + 1):
             samples[COPY].append(timed(lambda: np.copyto(out, kv)))
             for source, store in sources.items():
@@ -76,6 +77,11 @@ def main() -> None:
     table = rows({source: values[1:] for source, values in samples.items()})  # the first round touches everything
     report = {"machine": machine.describe(), "bytes": TOTAL_BYTES, "blocks": BLOCKS, "table": table}
     figures.write(options.json, report)
+
+
+def aligned_bytes() -> np.ndarray:
+    """TOTAL_BYTES aligned as a pool's slabs are."""
+    return np.frombuffer(aligned_buffer(TOTAL_BYTES), np.uint8)
 
 
 def stores(folder: Path) -> Iterator[tuple[str, TieredStore]]:

@@ -18,11 +18,12 @@ from harness.sanitizer import only_readable
 from torch import Tensor
 
 from kvire.attention import cpu
-from kvire.attention.cpu import NativeAttention, native_available, native_module
+from kvire.attention.cpu import NativeAttention, native_available
 from kvire.attention.params import AttentionParams
 from kvire.attention.reference import PortableAttention, StepPlan
 from kvire.cache.batch import Batch
 from kvire.cache.paged import DTYPES, PagedKV
+from kvire.core.native import native_module
 from kvire.core.spec import KVGroup, KVSpec, LayerKind
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="installed without the C++ kernels")

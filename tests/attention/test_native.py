@@ -10,8 +10,9 @@ import torch
 from harness.backends import INNER_RUN, must_pass_on_a_plain_cpu
 
 from attention.cases import LAYER, Shape, assert_reaches_every_answer, make_case, random_shape
-from kvire.attention.cpu import NativeAttention, native_available, native_module
+from kvire.attention.cpu import NativeAttention, native_available
 from kvire.attention.reference import PortableAttention
+from kvire.core.native import native_module
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="installed without the C++ kernels")
 

@@ -11,7 +11,7 @@ from codec.samples import OTHER, OTHER_UNSEALED, PROTECTIONS, SEALED, UNSEALED, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvire.codec.frame import HEADER_BYTES, Header
+from kvire.codec.frame import HEADER_BYTES, TAG_BYTES, Header, prefix_bytes
 from kvire.codec.planes import Codec
 from kvire.core.errors import FrameDamaged, FrameForeign
 
@@ -23,7 +23,7 @@ FOREIGN_BYTES = {"unsealed": {8, 9, 10, 11}, "sealed": {8, 9, 10, 11, *range(176
 
 
 def sample(key, frame_bytes: int = FRAME_BYTES, seed: int = 0):
-    record, kv = block(frame_bytes - 192 - 4 * 16 - 2 * 16, seed=seed)
+    record, kv = block(frame_bytes - prefix_bytes(16) - TAG_BYTES, seed=seed)
     frame = encoded(frames(key), record, kv)
     assert len(frame) == frame_bytes
     return record, kv, frame
@@ -244,7 +244,7 @@ def test_lengths_that_lie_allocate_nothing(key, codec, at, kind, values):
     frame[10] = codec
     reader = frames(key)
     out = bytearray(record.kv_bytes)
-    reader.give_scratch(bytearray(2 * FRAME_BYTES))  # what an honest read needs is there
+    reader.give_scratch(memoryview(bytearray(2 * FRAME_BYTES)))  # what an honest read needs is there
     for value in values:
         struct.pack_into(kind, frame, at, value)
         tracemalloc.start()

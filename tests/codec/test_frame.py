@@ -10,6 +10,7 @@ import pytest
 from codec.samples import PROTECTIONS, SEALED, UNSEALED, block, encoded, frames, read
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from kvire.codec.buffers import aligned_buffer
 from kvire.codec.frame import HEADER_BYTES, Header, prefix_bytes
 from kvire.codec.planes import RAW, Codec
 from kvire.codec.seal import cipher
@@ -59,10 +60,24 @@ def test_the_documented_offsets_are_what_is_written(key):
         "counter": got["counter"] if sealed else 0,
         "tenant_tag": key.tag,
     }
-    assert len(frame) == 192 + 4 * 5 + 16 + 1000 + 16
+    start = 256  # the first multiple of 64 behind 192 + 4 * 5 + 16
+    assert len(frame) == start + 1000 + 16
     if not sealed:
         assert struct.unpack_from("<5i", frame, 192) == record.token_ids
-        assert frame[208 + 4 * 5 : 208 + 4 * 5 + 1000] == kv
+        assert frame[192 + 4 * 5 : start - 16] == bytes(28)
+        assert frame[start : start + 1000] == kv
+
+
+@pytest.mark.parametrize("token_count", [1, 11, 12, 13, 16, 27, 28, 29, 1024])
+def test_payloads_start_at_multiples_of_64_bytes(token_count):
+    """As pools' slabs and buffers do, so that copies between them run at full speed."""
+    start = prefix_bytes(token_count)
+    assert start % 64 == 0 and 0 <= start - (192 + 4 * token_count + 16) < 64
+    record, kv = block(640, token_count=token_count)
+    frame = encoded(frames(UNSEALED), record, kv)
+    assert frame[start : start + 640] == kv
+    assert frames(UNSEALED).token_ids(memoryview(frame)[:start], "")[1] == record.token_ids
+    assert np.frombuffer(aligned_buffer(token_count), np.uint8).ctypes.data % 64 == 0
 
 
 @pytest.mark.parametrize("kv_bytes", SIZES)
@@ -169,9 +184,10 @@ def test_a_sealed_frame_opens_with_the_primitives_alone():
     frame = bytes(encoded(frames(SEALED), record, kv))
     session, counter = struct.unpack_from("<16sQ", frame, 152)
     aes = AESGCM(hkdf_sha256(SEALED.secret, session, b"kvire frame 1"))
-    ids = aes.decrypt(struct.pack("<IQ", 1, counter), frame[192 : 192 + 28 + 16], frame[:192])
-    assert struct.unpack("<7i", ids) == record.token_ids
-    assert aes.decrypt(struct.pack("<IQ", 2, counter), frame[192 + 28 + 16 :], frame[:192]) == kv
+    start = 256  # the first multiple of 64 behind 192 + 4 * 7 + 16
+    ids = aes.decrypt(struct.pack("<IQ", 1, counter), frame[192:start], frame[:192])
+    assert struct.unpack("<7i", ids[:28]) == record.token_ids and not any(ids[28:])
+    assert aes.decrypt(struct.pack("<IQ", 2, counter), frame[start:], frame[:192]) == kv
     assert cipher(SEALED.secret, session) is cipher(SEALED.secret, session)  # derived once
 
 

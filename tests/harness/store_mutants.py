@@ -9,10 +9,11 @@ from hashlib import sha256
 import pytest
 
 from kvire.codec import frame
-from kvire.codec.frame import Header
+from kvire.codec.frame import Frames, Header
 from kvire.codec.seal import Checksum
 from kvire.core.errors import BlockMissing
 from kvire.core.keys import Namespace, field
+from kvire.store import level
 from kvire.store.epochs import Epochs
 from kvire.store.eviction import EvictionOrder
 from kvire.store.explain import Explainer
@@ -57,11 +58,11 @@ def remote_reads_into_the_callers_memory(patch: pytest.MonkeyPatch) -> None:
     """What arrives after the deadline lands where somebody else computes by then."""
 
     def broken(self, flight):
-        if (first := self._board(flight, flight.number)) is None:
+        if (first := self._board([flight], flight.number)[0]) is None:
             return
         level = self._remote[flight.number]
         if (failure := self._fetch(level, flight.record, first.out, None)) is None:
-            self._land(flight, flight.number, first.out, level)
+            self._land([(flight, first.out)], flight.number, level)
         else:
             self._divert(flight, flight.number, failure)
 
@@ -80,12 +81,32 @@ def everybody_reads_alone(patch: pytest.MonkeyPatch) -> None:
 def the_first_reader_goes_first(patch: pytest.MonkeyPatch) -> None:
     """Copies for others are made from memory that was handed out already."""
     end = Loader._end
-    patch.setattr(Loader, "_end", lambda self, flight, place: end(self, flight, place)[::-1])
+    patch.setattr(Loader, "_end", lambda self, flights, place: [one[::-1] for one in end(self, flights, place)])
 
 
 def checksum_skipped(patch: pytest.MonkeyPatch) -> None:
     """Frames are taken at their word."""
     patch.setattr(Checksum, "check", lambda self, header, section, plain, tag: None)
+
+
+def runs_are_taken_at_their_word(patch: pytest.MonkeyPatch) -> None:
+    """What is read together is not verified."""
+    patch.setattr(level, "finish_all", lambda readings, lengths: [length is not None for length in lengths])
+
+    def copied(self, wanted, frames):
+        for (record, out), whole in zip(wanted, frames, strict=True):
+            if whole is not None:
+                start = frame.prefix_bytes(len(record.token_ids))
+                out[:] = whole[start : start + record.kv_bytes]
+        return [whole is not None for whole in frames]
+
+    patch.setattr(Frames, "copy_out", copied)
+
+
+def lent_frames_are_not_held(patch: pytest.MonkeyPatch) -> None:
+    """Memory is given to others while somebody reads there."""
+    patch.setattr(MemoryTier, "_hold", lambda self, ids: self._find(ids))
+    patch.setattr(MemoryTier, "_release", lambda self, slots: None)
 
 
 def damaged_blocks_stay(patch: pytest.MonkeyPatch) -> None:

@@ -398,12 +398,18 @@ def test_reads_ahead_only_where_there_is_something(tmp_path: Path) -> None:
     asked: list[tuple[int, int]] = []
     files = WatchedFiles(lambda name, args: asked.append(args[1:]) if name == "read_ahead" else None)
     with DiskTier(tmp_path, 16 * MIB, files=files) as tier:
-        for number in range(3):
+        for number in range(4):
             put(tier, record_of(number))
-        tier.prefetch([record_of(2).id, record_of(77).id, record_of(0).id])
+        files.is_cached = lambda _, offset: 20_480 <= offset < 2 * 20_480  # of block 1 all, of the others nothing
+        wanted = [record_of(number).id for number in (2, 77, 1, 0)]
+        tier.prefetch(wanted)  # before anybody has looked where they are
+        tier.held(wanted)
+        tier.prefetch(wanted)
         assert until(lambda: len(asked) == 2)
         assert asked == [(2 * 20_480, 192 + FRAME_BYTES), (0, 192 + FRAME_BYTES)]
+        tier.held([record_of(1).id])
         files.watch = FaultyFiles(1, 1 << 60, errno.EIO).watch
+        files.is_cached = lambda _, offset: False
         tier.prefetch([record_of(1).id])  # nobody hears of it
         files.watch = lambda *_: None
         assert until(lambda: get_safely(tier) == 0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness import store_mutants as broken
 from harness.broken_builds import Cases, Claim, Mutant, each_broken_build, must_notice
-from store import test_contract, test_explain, test_memory, test_ticket, test_tiered, test_tiered_writes
+from store import test_contract, test_explain, test_memory, test_runs, test_ticket, test_tiered, test_tiered_writes
 from store.blocks import chain, wanted
 
 from kvire.store.disk import DiskTier
@@ -72,6 +72,9 @@ CASES: Cases = [
     (claim(test_tiered.test_a_block_given_to_another_load_is_copied_before_anybody_may_change_it),
      [broken.the_first_reader_goes_first]),
     (claim(test_tiered.test_damage_is_found_removed_and_counted, at=-100), [broken.checksum_skipped]),
+    *((claim(test_runs.test_damage_in_a_run_is_one_miss_and_no_more, kind=kind, encrypt=False),
+       [broken.runs_are_taken_at_their_word]) for kind in ("memory", "disk")),
+    (claim(test_runs.test_a_lent_frame_stays_until_it_is_given_back), [broken.lent_frames_are_not_held]),
     (claim(test_tiered.test_damage_without_another_copy_is_a_miss), [broken.damaged_blocks_stay]),
     (claim(test_tiered.test_a_block_replaced_while_it_is_read_is_read_again), [broken.deleted_at_first_sight]),
     (claim(test_tiered.test_another_blocks_frame_is_never_taken_and_stays),

@@ -12,6 +12,7 @@ from kvire.store.disk import DiskTier
 from kvire.store.keyring import Keyring
 from kvire.store.memory import MemoryTier
 from kvire.store.tier import TierKind
+from kvire.store.write_queue import QUEUED_CALLS
 
 REMOTE = TierKind.REMOTE
 KV = 100_000
@@ -359,3 +360,22 @@ def test_unused_blocks_expire_in_every_tier(tmp_path):
         time.sleep(1.8)
         assert names(store, records) == [None] * 3
         assert ready(load_all(store, records)) == [False] * 3
+
+
+def test_a_flood_of_small_things_loses_no_discard(tmp_path):
+    """Of too many touches the oldest are lost; what must not be met is removed all the same."""
+    disk = BentTier()
+    with open_store(tmp_path, disk) as store:
+        records = blocks(store, 6)
+        save_all(store, records)
+        disk.gate.clear()  # the writer stands in the middle of a block
+        late = blocks(store, 1, seed=5)[0]
+        store.save(late, kv_of(late))
+        assert disk.waiting.wait(5)
+        store.discard([record.id for record in records[3:]])
+        for _ in range(QUEUED_CALLS + 50):
+            store.touch([records[0].id])
+        disk.gate.set()
+        assert store.flush(10)
+        assert disk.held([record.id for record in records]) == [True] * 3 + [False] * 3
+        assert len(disk.touched) <= QUEUED_CALLS + len(records) + 1, "and of the touches the oldest went"

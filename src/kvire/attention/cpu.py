@@ -2,8 +2,6 @@
 
 import logging
 from functools import cache
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,22 +14,11 @@ from kvire.attention.reference import Expand, PortableAttention, StepPlan
 from kvire.cache.batch import Batch
 from kvire.cache.paged import PagedKV
 from kvire.core.errors import ConfigError
+from kvire.core.native import native_module
 
 log = logging.getLogger(__name__)
 
 _DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
-
-
-@cache
-def native_module() -> ModuleType | None:
-    """The compiled kernels; None where the package was installed without them, or they cannot be loaded."""
-    try:
-        return import_module("kvire._native")
-    except ModuleNotFoundError:
-        return None
-    except ImportError as error:
-        log.warning("the C++ kernels were built but cannot be loaded: %s", error)
-        return None
 
 
 def native_available() -> bool:

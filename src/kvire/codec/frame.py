@@ -1,16 +1,18 @@
 """A frame: one block as bytes. docs/format.md has the offsets; this file is the only one that knows them.
 
-header (HEADER_BYTES) | token ids, tag | payload, tag. Nothing follows, so a frame has exactly one length. Parsing
-trusts nothing: every length is checked against the bytes that are there before anything is allocated for it.
+header (HEADER_BYTES) | token ids, zeros, tag | payload, tag. Nothing follows, so a frame has exactly one length.
+Parsing trusts nothing: every length is checked against the bytes that are there before anything is allocated for it.
 """
 
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from kvire.codec import planes
+from kvire.codec.buffers import ALIGNMENT_BYTES, BytesLike, aligned_buffer
+from kvire.codec.bulk import checksums, copied_checksums
 from kvire.codec.planes import RAW, Codec
 from kvire.codec.seal import (
     CHECKSUMMED,
@@ -18,7 +20,6 @@ from kvire.codec.seal import (
     SESSION,
     SESSION_BYTES,
     TAG_BYTES,
-    BytesLike,
     Checksum,
     Guard,
     Seal,
@@ -39,6 +40,8 @@ MAX_KV_BYTES = 1 << 40
 _LAYOUT = struct.Struct("<8sHBBHH32s32s32sIIQQ16s16sQ16s")
 HEADER_BYTES = _LAYOUT.size
 assert HEADER_BYTES == 192
+
+NO_SESSION = bytes(SESSION_BYTES), 0  # and no counter: of frames that are not sealed
 
 _CHECKSUM = Checksum()
 
@@ -129,15 +132,15 @@ class Header:
 class Frames:
     """One tier's way of writing frames; any tier reads what any other wrote. Thread-safe.
 
-    keys: a tenant's key by its name, asked anew for every frame. codec: of what is written, where it shortens it.
-    Frames are sealed iff the tenant has a secret, and only sealed ones are then read: whoever can write to the store
-    must not get in by leaving the seal away.
+    keys: a tenant's key by its name, asked anew for every frame or run of frames. codec: of what is written, where
+    it shortens it. Frames are sealed iff the tenant has a secret, and only sealed ones are then read: whoever can write
+    to the store must not get in by leaving the seal away.
     """
 
     def __init__(self, keys: Callable[[str], TenantKey], codec: Codec = RAW) -> None:
         self._keys = keys
         self.codec = codec
-        self._scratch: deque[bytearray] = deque(maxlen=4)  # as many as threads that usually read at once
+        self._scratch: deque[memoryview] = deque(maxlen=24)  # as many as are usually read at once
 
     def frame_bytes(self, record: BlockRecord) -> int:
         """Most bytes that `encode` writes: exactly so many without compression."""
@@ -150,26 +153,9 @@ class Frames:
         tenant = self._keys(record.tenant)
         compressed = planes.compress(kv, self.codec.element_bytes) if self.codec != RAW else None
         payload = kv if compressed is None else compressed
-        session, counter = (bytes(SESSION_BYTES), 0) if tenant.secret is None else SESSION.next()
-        header = _LAYOUT.pack(
-            MAGIC,
-            VERSION,
-            RAW_PAYLOAD if compressed is None else PLANES_PAYLOAD,
-            CHECKSUMMED if tenant.secret is None else SEALED,
-            record.id.group,
-            0,
-            record.id.key,
-            record.parent,
-            record.root,
-            record.index,
-            len(record.token_ids),
-            len(kv),
-            len(payload),
-            record.content,
-            session,
-            counter,
-            tenant.tag,
-        )
+        session, counter = NO_SESSION if tenant.secret is None else SESSION.next()
+        codec = RAW_PAYLOAD if compressed is None else PLANES_PAYLOAD
+        header = _header(record, tenant, codec, len(payload), session, counter)
         guard: Guard = _CHECKSUM if tenant.secret is None else Seal(cipher(tenant.secret, session), counter)
         start = prefix_bytes(len(record.token_ids))
         end = start + len(payload) + TAG_BYTES
@@ -180,8 +166,34 @@ class Frames:
 
     def reading(self, record: BlockRecord, kv_out: memoryview) -> "Reading":
         """Begin to read one block into `kv_out`, writable and record.kv_bytes long. See Reading."""
-        assert len(kv_out) == record.kv_bytes and not kv_out.readonly
-        return Reading(self, record, self._keys(record.tenant), kv_out)
+        return self.readings([(record, kv_out)])[0]
+
+    def readings(self, wanted: Iterable[tuple[BlockRecord, memoryview]]) -> list["Reading"]:
+        """As `reading`, of several blocks at once; a tenant's key is asked for once."""
+        keys: dict[str, TenantKey] = {}
+        readings = []
+        for record, kv_out in wanted:
+            assert len(kv_out) == record.kv_bytes and not kv_out.readonly
+            if (tenant := keys.get(record.tenant)) is None:
+                tenant = keys[record.tenant] = self._keys(record.tenant)
+            readings.append(Reading(self, record, tenant, kv_out))
+        return readings
+
+    def copy_out(
+        self, wanted: Sequence[tuple[BlockRecord, memoryview]], frames: Sequence[memoryview | None]
+    ) -> list[bool]:
+        """Verified KV from whole frames that lie in memory, into each block's buffer: for which that succeeded.
+
+        Only frames that are raw and checksummed, as most in memory are; of others `reading` gets what there is.
+        """
+        readings = self.readings(wanted)
+        pieces: dict[int, tuple[bytes, memoryview, memoryview]] = {}
+        for i, (reading, (record, kv_out), frame) in enumerate(zip(readings, wanted, frames, strict=True)):
+            start, end = prefix_bytes(len(record.token_ids)), self.frame_bytes(record)
+            if frame is not None and (head := reading.payload_head(frame[:start], len(frame))) is not None:
+                pieces[i] = head, frame[start : end - TAG_BYTES], kv_out
+        tags = dict(zip(pieces, copied_checksums(list(pieces.values())), strict=True))
+        return [i in tags and frame is not None and frame[-TAG_BYTES:] == tags[i] for i, frame in enumerate(frames)]
 
     def token_ids(self, prefix: BytesLike, tenant: str) -> tuple[Header, tuple[int, ...]]:
         """Header and token ids from a frame's first bytes, prefix_bytes(of its token count) or more; no KV needed.
@@ -192,7 +204,7 @@ class Frames:
         if len(prefix) < header.prefix_bytes:
             raise FrameDamaged("length")
         ids = _token_ids(header, memoryview(prefix), _guard(header, self._keys(tenant)))
-        return header, struct.unpack(f"<{header.token_count}i", ids)
+        return header, struct.unpack_from(f"<{header.token_count}i", ids)
 
     def verify(self, frame: memoryview, tenant: str | None) -> Header:
         """Check a whole frame as far as possible: everything with the tenant's key; with None what needs no key.
@@ -210,15 +222,15 @@ class Frames:
                 _check_sections(header, frame, guard)
         return header
 
-    def take_scratch(self, size_bytes: int) -> bytearray:
+    def take_scratch(self, size_bytes: int) -> memoryview:
         """Memory for at least one frame so long; `give_scratch` once nobody writes to it any more."""
         try:
             scratch = self._scratch.pop()
         except IndexError:
-            scratch = bytearray()
-        return scratch if len(scratch) >= size_bytes else bytearray(size_bytes)
+            return aligned_buffer(size_bytes)
+        return scratch if len(scratch) >= size_bytes else aligned_buffer(size_bytes)
 
-    def give_scratch(self, scratch: bytearray) -> None:
+    def give_scratch(self, scratch: memoryview) -> None:
         """Let another read use it."""
         self._scratch.append(scratch)
 
@@ -235,14 +247,14 @@ class Reading:
         self._record = record
         self._tenant = tenant
         self._kv_out = kv_out
-        self._scratch: bytearray | None = None
+        self._scratch: memoryview | None = None
         start = prefix_bytes(len(record.token_ids))
         if tenant.secret is None and frames.codec == RAW:
             around = memoryview(bytearray(start + TAG_BYTES))
             self.buffers = [around[:start], kv_out, around[start:]]
         else:
             self._scratch = frames.take_scratch(frames.frame_bytes(record))
-            self.buffers = [memoryview(self._scratch)[: frames.frame_bytes(record)]]
+            self.buffers = [self._scratch[: frames.frame_bytes(record)]]
 
     def finish(self, length: int) -> None:
         """Verify the `length` bytes that were read and leave the KV in kv_out; after an error that holds anything.
@@ -255,6 +267,26 @@ class Reading:
             scratch, self._scratch = self._scratch, None
             if scratch is not None:
                 self._frames.give_scratch(scratch)
+
+    def succeeds(self, length: int) -> bool:
+        """As `finish`; whether the block is in kv_out now."""
+        try:
+            self.finish(length)
+        except (FrameDamaged, FrameForeign):
+            return False
+        return True
+
+    def payload_head(self, prefix: memoryview, length: int) -> bytes | None:
+        """What the payload's checksum covers before it, if the frame is raw, checksummed, so long, and begins with what
+        this block's begins with; else None.
+        """
+        if self._tenant.secret is not None or length != self._frames.frame_bytes(self._record):
+            return None
+        header = _header(self._record, self._tenant, RAW_PAYLOAD, self._record.kv_bytes, *NO_SESSION)
+        ids = _pack_ids(self._record.token_ids)
+        if prefix.tobytes() != header + ids + _CHECKSUM.tag(header, TOKEN_IDS, ids):
+            return None
+        return _CHECKSUM.head(header, PAYLOAD)
 
     def _finish(self, length: int) -> None:
         header = Header.parse(self.buffers[0][:length])
@@ -282,13 +314,43 @@ class Reading:
         return whole[:length]
 
 
+def finish_all(readings: Sequence[Reading], lengths: Sequence[int | None]) -> list[bool]:
+    """Reading.succeeds for each that has a length, False for the others; checksums of all are made at once."""
+    done = [False] * len(readings)
+    pieces: dict[int, tuple[bytes, memoryview]] = {}
+    for i, (reading, length) in enumerate(zip(readings, lengths, strict=True)):
+        if length is None:
+            continue
+        in_place = len(reading.buffers) > 1
+        if in_place and (head := reading.payload_head(reading.buffers[0], length)) is not None:
+            pieces[i] = head, reading.buffers[1]
+        else:
+            done[i] = reading.succeeds(length)
+    for i, tag in zip(pieces, checksums(list(pieces.values())), strict=True):
+        done[i] = readings[i].buffers[2] == tag
+    return done
+
+
 def prefix_bytes(token_count: int) -> int:
-    """How much of a frame comes before its payload: header, token ids and their tag."""
-    return HEADER_BYTES + 4 * token_count + TAG_BYTES
+    """How much of a frame comes before its payload: header, token ids, and their tag."""
+    return -(-(HEADER_BYTES + 4 * token_count + TAG_BYTES) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _header(
+    record: BlockRecord, tenant: TenantKey, codec: int, stored_bytes: int, session: bytes, counter: int
+) -> bytes:
+    """HEADER_BYTES of a frame of this block."""
+    return _LAYOUT.pack(
+        MAGIC, VERSION, codec, CHECKSUMMED if tenant.secret is None else SEALED, record.id.group, 0, record.id.key,
+        record.parent, record.root, record.index, len(record.token_ids), record.kv_bytes, stored_bytes, record.content,
+        session, counter, tenant.tag,
+    )  # fmt: skip
 
 
 def _pack_ids(token_ids: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(token_ids)}i", *token_ids)
+    """Section 1: what it is long is given by `prefix_bytes`, and zeros fill it."""
+    ids = struct.pack(f"<{len(token_ids)}i", *token_ids)
+    return ids.ljust(prefix_bytes(len(token_ids)) - HEADER_BYTES - TAG_BYTES, b"\0")
 
 
 def _guard(header: Header, tenant: TenantKey) -> Guard:

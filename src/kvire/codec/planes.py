@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvire.codec.seal import BytesLike
+from kvire.codec.buffers import BytesLike
 from kvire.core.errors import FrameDamaged, FrameForeign
 
 _HEAD = struct.Struct("<QQ")  # bytes of an element, bytes of the compressed plane

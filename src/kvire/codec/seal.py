@@ -10,17 +10,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
-import xxhash
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from kvire.codec.buffers import BytesLike
+from kvire.codec.bulk import DIGEST_BYTES, checksum
 from kvire.core.errors import FrameDamaged
 
-BytesLike = bytes | bytearray | memoryview
-
-TAG_BYTES = 16
+TAG_BYTES = DIGEST_BYTES  # AES-GCM's tag is as long
 SECRET_BYTES = 32
 SESSION_BYTES = 16
 CHECKSUMMED, SEALED = 0, 1  # how a frame is protected, as its header says it
@@ -55,9 +54,12 @@ class Checksum:
 
     def tag(self, header: bytes, section: int, plain: BytesLike) -> bytes:
         """TAG_BYTES that follow the section."""
-        digest = xxhash.xxh3_128(header + section.to_bytes(4, "little"))
-        digest.update(plain)
-        return digest.digest()
+        return checksum(self.head(header, section), plain)
+
+    @staticmethod
+    def head(header: bytes, section: int) -> bytes:
+        """What the tag covers before the section."""
+        return header + section.to_bytes(4, "little")
 
     def check(self, header: bytes, section: int, plain: BytesLike, tag: BytesLike) -> None:
         """Raise FrameDamaged unless the tag is the section's."""

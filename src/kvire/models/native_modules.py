@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.activations import ACT2FN
 
-from kvire.attention.cpu import native_module
+from kvire.core.native import native_module
 
 # All linears of SmolLM2, 2 cores, native / oneDNN / MKL, which torch takes: 46 / 58 / 89 ms for 16 rows, 67 / 73 / 109
 # for 24, 87 / 79 / 141 for 32, 131 / 116 / 154 for 64.

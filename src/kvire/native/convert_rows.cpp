@@ -89,7 +89,8 @@ float read_sum(const float* from, int64_t count) {
 }
 
 const KernelTable kernels = {KVIRE_ISA_NAME, attend_span, merge_spans, pack_tile,   pack_queries, attend_tile,
-                             encode,         decode,      linear_rows, rms_norm,    read_sum};
+                             encode,         decode,      linear_rows, rms_norm,    xxh3_128,
+                             read_sum};
 
 }  // namespace KVIRE_ISA_NAMESPACE
 }  // namespace kvire

@@ -16,6 +16,7 @@ void encode(const float* from, char* to, float* scales, int64_t rows, int64_t wi
 void decode(const char* from, const float* scales, float* to, int64_t rows, int64_t width, DType dtype);
 void linear_rows(const LinearRows& task, int64_t begin, int64_t end);
 void rms_norm(const RmsNorm& task, int64_t begin, int64_t end);
+void xxh3_128(const char* head, int64_t head_bytes, const char* data, int64_t data_bytes, unsigned char* digest);
 float read_sum(const float* from, int64_t count);
 
 }  // namespace KVIRE_ISA_NAMESPACE

@@ -99,6 +99,9 @@ struct RmsNorm {
     float epsilon;
 };
 
+// Shorter inputs are hashed in another way, which is not here.
+constexpr int64_t kLeastHashed = 256, kMostHeadBytes = 256;
+
 struct KernelTable {
     const char* isa;
 
@@ -129,6 +132,10 @@ struct KernelTable {
 
     // Rows begin .. end - 1.
     void (*rms_norm)(const RmsNorm& task, int64_t begin, int64_t end);
+
+    // XXH3-128 of head and data together, in canonical form (16 bytes, high first). data_bytes: at least kLeastHashed;
+    // head_bytes: at most kMostHeadBytes.
+    void (*xxh3_128)(const char* head, int64_t head_bytes, const char* data, int64_t data_bytes, unsigned char* digest);
 
     // Sum of `count` floats, as fast as memory gives them.
     float (*read_sum)(const float* from, int64_t count);

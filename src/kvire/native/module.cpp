@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "bulk.h"
 #include "decode_attention.h"
 #include "isa.h"
 #include "kv_rows.h"
@@ -190,6 +191,10 @@ NB_MODULE(_native, m) {
           "out [rows, width] = weights [width] * x [rows, width] over the root of its mean square plus epsilon.");
     m.def("read_sum", read_sum_at, nb::arg("floats"), nb::arg("count"), nb::arg("threads"),
           "Reads `count` floats as fast as memory allows; a yardstick for benchmarks.");
+    m.def("checksums", checksums, nb::arg("pieces"),
+          "XXH3-128 of each (head, data) of a list, 16 bytes after another; the GIL is taken once for all.");
+    m.def("copied_checksums", copied_checksums, nb::arg("pieces"),
+          "As checksums, of each (head, source, target); source is copied to target, and the copy is what is hashed.");
     m.def("isa", [] { return kernels().isa; }, "The instruction set in use: avx2, neon or baseline.");
     m.def("thread_runtime", thread_runtime, "The OpenMP library whose threads run the kernels, or 'own threads'.");
 }

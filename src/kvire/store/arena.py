@@ -12,14 +12,10 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
-
 from kvire.core.errors import StoreError
 
 UNIT_BYTES = 4096  # extents start and end at multiples: few, long ones are left over when sizes mix
 SCANNED_EXTENTS = 64  # free extents looked at for one that is long enough, before several are taken
-# Copies at least this long let other threads run meanwhile. Shorter ones end before another thread would have woken.
-LONG_COPY_BYTES = 1 << 20
 
 
 class Extent(NamedTuple):
@@ -85,26 +81,24 @@ class Arena:
         offset = 0
         for start, length in extents:
             count = min(length, len(source) - offset)
-            self._copy(self._view[start : start + count], source[offset : offset + count])
+            self._view[start : start + count] = source[offset : offset + count]
             offset += count
+
+    def view(self, extents: Sequence[Extent], size_bytes: int) -> memoryview | None:
+        """The first `size_bytes` of the extents where they lie; None if that is in several pieces."""
+        start, length = extents[0]
+        return self._view[start : start + size_bytes] if size_bytes <= length else None
 
     def read(self, extents: Sequence[Extent], size_bytes: int, targets: Sequence[memoryview]) -> None:
         """Copy the first `size_bytes` of the extents into the targets, which have room for them, in order."""
-        pieces = iter(extents)
+        rest = iter(extents)
         position, left = 0, 0
         for target in targets:
             offset = 0
             while offset < len(target) and size_bytes:
                 if not left:
-                    position, left = next(pieces)
+                    position, left = next(rest)
                 count = min(left, len(target) - offset, size_bytes)
-                self._copy(target[offset : offset + count], self._view[position : position + count])
+                target[offset : offset + count] = self._view[position : position + count]
                 position, left = position + count, left - count
                 offset, size_bytes = offset + count, size_bytes - count
-
-    @staticmethod
-    def _copy(target: memoryview, source: memoryview) -> None:
-        if len(target) >= LONG_COPY_BYTES:
-            np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
-        else:
-            target[:] = source

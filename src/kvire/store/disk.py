@@ -1,7 +1,8 @@
 """The disk tier: frames in a folder that several processes share, within a limit that holds at every moment.
 
-Read on: disk_room.py (who gets which slot), disk_segments.py (slots), disk_index.py (which block lies where),
-disk_folder.py (one opened folder), disk_access.py (what happens when it fails), disk_upkeep.py (the thread beside).
+Read on: disk_reader.py, disk_room.py (who gets which slot), disk_segments.py (slots), disk_index.py (which block lies
+where), disk_folder.py (one opened folder), disk_access.py (what happens when it fails), disk_upkeep.py (the thread
+beside).
 
 A write claims a slot in the index, fills it, and enters the block: at no moment does the index name a slot that is not
 wholly written. Whoever dies in between leaves a claim that others free. Nothing is synced before a write returns: a
@@ -12,28 +13,26 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from kvire.core.errors import BlockMissing, ConfigError, FrameDamaged, TierUnavailable
+from kvire.core.errors import ConfigError, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
-from kvire.store.disk_access import ERRORS, DiskAccess
-from kvire.store.disk_folder import DiskFolder
-from kvire.store.disk_index import MOST_NAMESPACE_BYTES, MOST_NAMESPACES, Place
+from kvire.store.disk_access import DiskAccess
+from kvire.store.disk_index import MOST_NAMESPACE_BYTES, MOST_NAMESPACES
 from kvire.store.disk_leftovers import leftovers
 from kvire.store.disk_listing import TenantUse, counted, entries
 from kvire.store.disk_prefetch import Prefetcher
+from kvire.store.disk_reader import DiskReader
 from kvire.store.disk_room import MIN_CAPACITY_BYTES, Evicted
 from kvire.store.disk_segments import Head, slot_bytes_for
-from kvire.store.disk_upkeep import Touches, Upkeep, overwrite_free, remove_rows, vanished
+from kvire.store.disk_upkeep import Touches, Upkeep, overwrite_free, remove_rows
 from kvire.store.disk_writer import DiskWriter
 from kvire.store.files import Files
-from kvire.store.tier import Buffer, Entry, TierKind, TierStats
+from kvire.store.tier import Buffer, Entry, ReadOutcome, TierKind, TierStats
 
-LOOKS = 3  # at a block that is replaced while it is read
 TAG_BYTES = 16
 AT_ONCE = 32  # blocks changed in one transaction: what a small journal takes, and others do not wait for
 KEPT_WHEN_CLEARED = ("settings", "written", "namespaces")
@@ -70,12 +69,12 @@ class DiskTier:
         self._evicted = Evicted()
         self._touches = Touches()
         self._access = DiskAccess(Path(path), capacity_bytes, files or Files(), wall, elapsed)
+        self._reader = DiskReader(self._access, self._evicted)
         self._prefetcher = Prefetcher(self._access)
         self._writer = DiskWriter(self._evicted, writes_per_day_bytes, elapsed)
         self._upkeep = Upkeep(self._access, self._touches, self._writer, self._evicted)
         self._stats = TierStats(limit_bytes=capacity_bytes)
         self._lock = threading.Lock()
-        self._found: dict[BlockId, Place] = {}  # where the last look found blocks; a slot's head says if it is so still
 
     def open(self) -> Self:
         """Open the folder now, making what is missing. Raises StoreError if this is no place for a store."""
@@ -97,19 +96,19 @@ class DiskTier:
     def held(self, ids: Sequence[BlockId], timeout_s: float | None = None) -> list[bool]:  # noqa: ARG002
         """See Tier."""
         self._upkeep.start()
-        with self._access.reads() as folder:
-            places = {} if folder is None else folder.index.places(ids, self._access.now())
-            held = [block_id in places for block_id in ids]
-            self._found = places  # likely to be read next
-            return held
+        return self._reader.held(ids)
 
     def read(self, block_id: BlockId, buffers: Sequence[Buffer], timeout_s: float | None = None) -> int:  # noqa: ARG002
         """See Tier."""
-        return self._read(block_id, buffers, whole=True)
+        return self._reader.read(block_id, buffers)
+
+    def read_run(self, ids: Sequence[BlockId], buffers: Sequence[Sequence[Buffer]]) -> list[ReadOutcome]:
+        """See ReadsRuns."""
+        return self._reader.read_run(ids, buffers)
 
     def peek(self, block_id: BlockId, buffer: Buffer) -> int:
         """Fill `buffer` with the first bytes of the block's frame; how many. Errors as in `read`."""
-        return self._read(block_id, [buffer], whole=False)
+        return self._reader.read(block_id, [buffer], whole=False)
 
     def write(self, record: BlockRecord, frame: Buffer, tenant_tag: bytes, *, ttl_s: float | None = None) -> bool:
         """See Tier."""
@@ -124,7 +123,7 @@ class DiskTier:
                     record.index, len(frame), self._access.now(), ttl_s,
                 )  # fmt: skip
                 refused = self._writer.write(folder, slot_bytes, head, frame)
-                self._found.pop(record.id, None)
+                self._reader.forget(record.id)
         except TierUnavailable:
             self._refuse("unavailable")
             raise
@@ -141,8 +140,10 @@ class DiskTier:
         self._touches.add(ids, self._access.now())
 
     def prefetch(self, ids: Sequence[BlockId]) -> None:
-        """These will be read soon, in this order: the kernel fetches them in the background. Never raises or waits."""
-        self._prefetcher.add(ids)
+        """These, which `held` just found, will be read soon and in this order: the kernel fetches them in the
+        background. Never raises or waits.
+        """
+        self._prefetcher.add(self._reader.found(ids))
 
     def delete(self, ids: Sequence[BlockId], reason: str) -> int:
         """See Tier. What is "forgotten" is also overwritten."""
@@ -239,42 +240,16 @@ class DiskTier:
         """See Tier. What other processes wrote is seen within a second."""
         with self._lock:
             counted(self._access, self._stats, self._evicted)
-            return replace(self._stats, refused=dict(self._stats.refused))
+            return replace(
+                self._stats, reads=self._reader.reads, read_bytes=self._reader.read_bytes,
+                refused=dict(self._stats.refused),
+            )  # fmt: skip
 
     def close(self) -> None:
         """See Tier."""
         self._prefetcher.close()
         self._upkeep.close()
         self._access.close()
-
-    def _read(self, block_id: BlockId, buffers: Sequence[Buffer], *, whole: bool) -> int:
-        with self._access.reads() as folder:
-            for _ in range(LOOKS if folder is not None else 0):
-                assert folder is not None
-                place = self._found.pop(block_id, None) or folder.index.place(block_id, self._access.now())
-                if place is None:
-                    break
-                wanted = _first(buffers, place.frame_bytes)
-                size = sum(map(len, wanted))
-                if whole and size < place.frame_bytes:
-                    raise FrameDamaged("length")
-                try:
-                    head, got = folder.segments.read(place.slot, place.slot_bytes, wanted)
-                except FileNotFoundError:
-                    head, got = None, 0
-                if head is not None and head.id == block_id and head.frame_bytes == place.frame_bytes and got >= size:
-                    with self._lock:
-                        self._stats.reads += 1
-                        self._stats.read_bytes += size
-                    return size
-                self._not_there(folder, block_id, place)
-        raise BlockMissing(f"{self.name} does not hold the block")
-
-    def _not_there(self, folder: DiskFolder, block_id: BlockId, place: Place) -> None:
-        """The slot does not hold the block: it moved while it was read, or its file is gone or was written over."""
-        with suppress(*ERRORS), folder.room(self._evicted) as room:
-            if room.run("SELECT 1 FROM blocks WHERE slot = ? AND key = ? AND grp = ?", place.slot, *block_id):
-                vanished(folder, room, place.slot, place.slot_bytes)
 
     def _ask(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         with self._access.reads() as folder:
@@ -283,13 +258,3 @@ class DiskTier:
     def _refuse(self, reason: str) -> None:
         with self._lock:
             self._stats.refused[reason] = self._stats.refused.get(reason, 0) + 1
-
-
-def _first(buffers: Sequence[Buffer], count: int) -> list[Buffer]:
-    """The first `count` bytes of the buffers."""
-    wanted = []
-    for buffer in buffers:
-        if count > 0:
-            wanted.append(buffer[:count])
-        count -= len(buffer)
-    return wanted

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvire.core.errors import TierUnavailable
-from kvire.core.record import BlockId
 from kvire.store.disk_access import DiskAccess
+from kvire.store.disk_index import Place
 
 AT_ONCE = 32
 MOST_WAITING = 1 << 14
@@ -18,17 +18,17 @@ class Prefetcher:
 
     def __init__(self, access: DiskAccess) -> None:
         self._access = access
-        self._wanted: deque[BlockId] = deque(maxlen=MOST_WAITING)
+        self._wanted: deque[Place] = deque(maxlen=MOST_WAITING)
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def add(self, ids: Sequence[BlockId]) -> None:
+    def add(self, places: Sequence[Place]) -> None:
         """Fetch these next, in this order."""
         with self._condition:
-            if self._closed:
+            if self._closed or not places:
                 return
-            self._wanted.extend(ids)
+            self._wanted.extend(places)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="disk prefetch", daemon=True)
                 self._thread.start()
@@ -50,14 +50,13 @@ class Prefetcher:
                     self._condition.wait()
                 if self._closed:
                     return
-                ids = [self._wanted.popleft() for _ in range(min(AT_ONCE, len(self._wanted)))]
+                places = [self._wanted.popleft() for _ in range(min(AT_ONCE, len(self._wanted)))]
             with suppress(TierUnavailable):
-                self._fetch(ids)
+                self._fetch(places)
 
-    def _fetch(self, ids: list[BlockId]) -> None:
+    def _fetch(self, places: list[Place]) -> None:
         with self._access.reads() as folder:
-            places = {} if folder is None else folder.index.places(ids, self._access.now())
-            for place in (places[block_id] for block_id in ids if block_id in places):
+            for place in places if folder is not None else ():
                 assert folder is not None
                 with suppress(FileNotFoundError):
                     folder.segments.read_ahead(place.slot, place.slot_bytes, place.frame_bytes)

@@ -34,6 +34,7 @@ MOST_SEGMENT = MOST_BYTES = 1 << 40  # larger numbers in a name are none of ours
 _MAGIC = b"KVSLOT\x01\x00"
 _HEAD = struct.Struct("<8s32s32s32s16s16sHHIQdd16s")
 _CHECK = struct.Struct("<Q")
+_WHOSE_KEY, _WHOSE_AT, _WHOSE = 40, 136, struct.Struct("<HHIQ")
 _BLANK = bytes(HEAD_BYTES)
 _ZEROS = memoryview(bytes(1 << 20))
 
@@ -77,6 +78,16 @@ class Head:
         if magic != _MAGIC:
             return None
         return cls(key, group, parent, root, tag, content, index, frame_bytes, created, ttl_s or None)
+
+
+def is_head_of(head: bytes, block_id: BlockId, frame_bytes: int) -> bool:
+    """Whether these HEAD_BYTES are the head of that block's frame; as Head.decode tells, but sooner."""
+    group, _, _, length = _WHOSE.unpack_from(head, _WHOSE_AT)
+    return (
+        head[:_WHOSE_KEY] == _MAGIC + block_id.key
+        and (group, length) == (block_id.group, frame_bytes)
+        and xxh3_64_intdigest(head[: _HEAD.size]) == _CHECK.unpack_from(head, _HEAD.size)[0]
+    )
 
 
 def slot_bytes_for(frame_bytes: int) -> int:
@@ -180,25 +191,45 @@ class SegmentFiles:
     def head(self, slot: int, slot_bytes: int) -> Head | None:
         """Whose frame the slot holds; None if it holds none, or lies where the disk is broken."""
         try:
-            return self.read(slot, slot_bytes, ())[0]
+            head, _ = self.read(slot, slot_bytes, ())
+            return None if head is None else Head.decode(head)
         except OSError as error:
             if error.errno == errno.EIO:
                 return None
             raise
 
-    def read(self, slot: int, slot_bytes: int, buffers: Sequence[memoryview]) -> tuple[Head | None, int]:
-        """Fill `buffers` with the slot's frame: its head (None: none that is valid) and how many bytes were there.
+    def read(self, slot: int, slot_bytes: int, buffers: Sequence[memoryview]) -> tuple[bytes | None, int]:
+        """Fill `buffers` with the slot's frame: its head (None: it changed meanwhile) and how many bytes were there.
 
         The head is looked at again in the end: whoever writes wipes it first, so a frame is of one piece.
         """
-        head, again = bytearray(HEAD_BYTES), bytearray(HEAD_BYTES)
-        filled = [memoryview(head), *buffers]
-        wanted, got, offset = sum(map(len, filled)), 0, place_of(slot) * slot_bytes
+        head, got = self.read_run(slot, slot_bytes, [buffers])[0]
+        again = bytearray(HEAD_BYTES)
         with self._borrow(segment_of(slot), slot_bytes) as fd:
-            while got < wanted and (count := self._files.read(fd, _after(filled, got), offset + got)):
+            self._files.read(fd, [memoryview(again)], place_of(slot) * slot_bytes)
+        return (head, got) if head == bytes(again) else (None, 0)
+
+    def read_run(
+        self, slot: int, slot_bytes: int, buffers: Sequence[Sequence[memoryview]]
+    ) -> list[tuple[bytes | None, int]]:
+        """Fill each slot's buffers, of neighbouring slots from `slot` on, by one call to the system: heads and lengths.
+
+        A slot that is written meanwhile may come in parts: for those who verify frames.
+        """
+        heads = [bytearray(HEAD_BYTES) for _ in buffers]
+        filled: list[memoryview] = []
+        ends: list[int] = []  # where each slot's bytes end among all that are read
+        for i, (head, targets) in enumerate(zip(heads, buffers, strict=True)):
+            if (gap_bytes := i * slot_bytes - (ends[-1] if ends else 0)) > 0:
+                filled.append(memoryview(bytearray(gap_bytes)))
+            filled += [memoryview(head), *targets]
+            ends.append(i * slot_bytes + HEAD_BYTES + sum(map(len, targets)))
+        got, offset = 0, place_of(slot) * slot_bytes
+        with self._borrow(segment_of(slot), slot_bytes) as fd:
+            while got < ends[-1] and (count := self._files.read(fd, _after(filled, got), offset + got)):
                 got += count
-            self._files.read(fd, [memoryview(again)], offset)
-        return (Head.decode(head), got - HEAD_BYTES) if again == head and got >= HEAD_BYTES else (None, 0)
+        here = [min(end, got) - i * slot_bytes - HEAD_BYTES for i, end in enumerate(ends)]
+        return [(bytes(head), count) if count >= 0 else (None, 0) for head, count in zip(heads, here, strict=True)]
 
     def write(self, slot: int, slot_bytes: int, head: Head, frame: memoryview) -> None:
         """Put a frame into a slot that nobody else uses."""
@@ -217,9 +248,11 @@ class SegmentFiles:
                 self._files.write(fd, _ZEROS[: end - start], start)
 
     def read_ahead(self, slot: int, slot_bytes: int, frame_bytes: int) -> None:
-        """Have the kernel fetch a slot before it is read."""
+        """Have the kernel fetch a slot before it is read, unless its first and last byte are there."""
+        offset, length = place_of(slot) * slot_bytes, HEAD_BYTES + frame_bytes
         with self._borrow(segment_of(slot), slot_bytes) as fd:
-            self._files.read_ahead(fd, place_of(slot) * slot_bytes, HEAD_BYTES + frame_bytes)
+            if not (self._files.is_cached(fd, offset) and self._files.is_cached(fd, offset + length - 1)):
+                self._files.read_ahead(fd, offset, length)
 
     def sync(self, segment: int, slot_bytes: int) -> None:
         """Return when all that was written to the segment is on the disk."""

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from kvire.codec.frame import Frames
+from kvire.codec.frame import Frames, finish_all
 from kvire.core.errors import BlockMissing, FrameDamaged, FrameForeign, StoreError, TierUnavailable
 from kvire.core.record import BlockId, BlockRecord
 from kvire.store.memory import Fill
 from kvire.store.speed import PRIORS, SpeedMeter
-from kvire.store.tier import Buffer, Tier
+from kvire.store.tier import Buffer, LendsFrames, ReadsRuns, Tier
 
 REMEMBERED_FOREIGN = 4096
 
@@ -52,6 +52,8 @@ class Level:
         self.tier = tier
         self.frames = frames
         self.name, self.kind, self.local = tier.name, tier.kind, tier.local
+        self._lends = tier if isinstance(tier, LendsFrames) else None
+        self._runs = tier if isinstance(tier, ReadsRuns) else None
         self.meter = SpeedMeter(PRIORS[tier.kind])
         self._ttl_s = ttl_s
         self._lock = threading.Lock()
@@ -75,11 +77,11 @@ class Level:
         with self.answers():
             return self.tier.held(ids, timeout_s)
 
-    def promises(self, ids: Sequence[BlockId]) -> list[bool]:
+    def promises(self, ids: Sequence[BlockId], timeout_s: float | None = None) -> list[bool]:
         """Which blocks a load may expect here: not those under whose id something else was found. Raises
         TierUnavailable.
         """
-        held = self.held(ids)
+        held = self.held(ids, timeout_s)
         with self._lock:
             return [here and block_id not in self._foreign for here, block_id in zip(held, ids, strict=True)]
 
@@ -103,6 +105,35 @@ class Level:
                 self._counts.load_s += time.perf_counter() - started
                 if read_bytes:
                     self._foreign.pop(record.id, None)
+
+    @property
+    def reads_runs(self) -> bool:
+        """Whether reading several blocks together pays."""
+        return self._runs is not None or self._lends is not None
+
+    def fetch_run(self, wanted: Sequence[tuple[BlockRecord, Buffer]]) -> list[bool]:
+        """Try to leave several blocks' KV in their buffers, verified: which succeeded. For the others `fetch` says why
+        not, or still succeeds.
+        """
+        if not wanted or not self.reads_runs:
+            return [False] * len(wanted)
+        started = time.perf_counter()
+        self.meter.begin()
+        loaded: list[BlockRecord] = []
+        done: list[bool] = []
+        try:
+            done = self._read_run(wanted)
+            loaded = [record for (record, _), is_done in zip(wanted, done, strict=True) if is_done]
+        finally:
+            loaded_bytes = sum(record.kv_bytes for record in loaded)
+            self.meter.end(loaded_bytes, len(loaded))
+            with self._lock:
+                self._counts.loaded_blocks += len(loaded)
+                self._counts.loaded_bytes += loaded_bytes
+                self._counts.load_s += time.perf_counter() - started
+                for record in loaded if self._foreign else ():
+                    self._foreign.pop(record.id, None)
+        return done
 
     def store(self, record: BlockRecord, kv: Buffer, scratch: Buffer, tag: bytes, allowed: Callable[[], bool]) -> bool:
         """Write the block; False if the tier did not keep it. scratch: at least frames.frame_bytes(record) long.
@@ -170,6 +201,19 @@ class Level:
         except (TierUnavailable, StoreError) as error:
             with self.answers():
                 raise error  # noqa: TRY201 - counted there, and turned into what a tier may raise
+
+    def _read_run(self, wanted: Sequence[tuple[BlockRecord, Buffer]]) -> list[bool]:
+        ids = [record.id for record, _ in wanted]
+        try:
+            if self._lends is not None:
+                with self._lends.lent(ids) as frames:
+                    return self.frames.copy_out(wanted, frames)
+            readings = self.frames.readings(wanted)
+        except StoreError:
+            return [False] * len(wanted)
+        assert self._runs is not None
+        outcomes = self._runs.read_run(ids, [reading.buffers for reading in readings])
+        return finish_all(readings, [outcome if isinstance(outcome, int) else None for outcome in outcomes])
 
     def _read_again(self, record: BlockRecord, out: Buffer, timeout_s: float | None) -> None:
         if timeout_s is not None and timeout_s <= 0:

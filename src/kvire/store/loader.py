@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from kvire.codec.buffers import aligned_buffer
 from kvire.core.errors import BlockMissing, FrameDamaged, FrameForeign, TierUnavailable
 from kvire.core.record import BlockId, BlockRecord
 from kvire.store.epochs import Mark
@@ -24,8 +25,9 @@ from kvire.store.level import Level
 from kvire.store.ticket import Failure, FailureReason, LoadState, Ticket, Wanted
 from kvire.store.tier import Buffer
 
-LOCAL_THREADS = 1  # with a second one they take half as long again: docs/adr/0015-tiered-store.md
+LOCAL_THREADS = 2  # a third only waits for the interpreter: docs/adr/0015-tiered-store.md
 REMOTE_THREADS = 4
+RUN_S, MOST_IN_RUN = 4e-3, 16  # blocks of local tiers are read together for so long, and at most so many
 LOCAL = -1  # the place of all local tiers together, before the remote ones
 LEAST_TIMEOUT_S = 1e-3
 
@@ -65,12 +67,12 @@ class _Workers:
     def plan(self, plan: Callable[[], None]) -> None:
         with self._lock:
             self._plans.append(plan)
-            self._condition.notify_all()
+            self._condition.notify()
 
     def add(self, work: Work) -> None:
         with self._lock:
             self._work.append(work)
-            self._condition.notify_all()
+            self._condition.notify()
 
     def stop(self) -> None:
         with self._lock:
@@ -94,14 +96,21 @@ class _Workers:
     def _next(self) -> Callable[[], None] | None:
         with self._lock:
             while self._running:
-                if self._plans:
-                    return self._plans.popleft()
-                while self._work:
-                    if (piece := next(self._work[0], None)) is not None:
-                        return piece
-                    self._work.popleft()
+                if (piece := self._piece()) is not None:
+                    # Whoever has begun wakes the next: woken together, they may share one core for milliseconds.
+                    self._condition.notify()
+                    return piece
                 self._condition.wait()
             return None
+
+    def _piece(self) -> Callable[[], None] | None:
+        if self._plans:
+            return self._plans.popleft()
+        while self._work:
+            if (piece := next(self._work[0], None)) is not None:
+                return piece
+            self._work.popleft()
+        return None
 
 
 @dataclass(slots=True, eq=False)
@@ -211,17 +220,45 @@ class Loader:
             if here and isinstance(level.tier, Prefetching):
                 level.tier.prefetch(here)
         flights = self._flights_for(load, {i: fastest[i] for i in load.order if i in fastest}, LOCAL)
-        self._local_workers.add(partial(self._read_local, flight) for flight in flights)
+        self._local_workers.add(partial(self._read_local, run) for run in self._runs(flights))
         self._ask_remote(load, [i for i in load.order if i not in fastest], 0, failure)
 
-    def _read_local(self, flight: _Flight) -> None:
-        """Read a block into the memory of the first who wants it, from the fastest level that has it sound."""
-        if (first := self._board(flight, LOCAL)) is None:
-            return
+    def _runs(self, flights: Sequence[_Flight]) -> Iterator[list[_Flight]]:
+        """Flights of one level that are read together: as many as take RUN_S by what was measured so far."""
+        begin = 0
+        while begin < len(flights):
+            level = self._local[flights[begin].number]
+            left_bytes = level.meter.speed().bytes_per_s * RUN_S if level.reads_runs else 0
+            run = [flights[begin]]
+            for flight in flights[begin + 1 : begin + MOST_IN_RUN]:
+                left_bytes -= run[-1].record.kv_bytes
+                if left_bytes <= 0 or flight.number != run[0].number:
+                    break
+                run.append(flight)
+            yield run
+            begin += len(run)
+
+    def _read_local(self, run: Sequence[_Flight]) -> None:
+        """Read blocks that one level should have into the memory of the first who want them."""
+        boarded = [(f, first) for f, first in zip(run, self._board(run, LOCAL), strict=True) if first is not None]
+        level = self._local[run[0].number]
+        try:
+            done = level.fetch_run([(flight.record, first.out) for flight, first in boarded])
+        except Exception:  # whatever a tier does, the load ends
+            log.exception("reading from %s failed", level.name)
+            done = [False] * len(boarded)
+        read = [(f, first.out) for (f, first), is_done in zip(boarded, done, strict=True) if is_done]
+        self._land(read, LOCAL, level)
+        for (flight, first), is_done in zip(boarded, done, strict=True):
+            if not is_done:
+                self._read_alone(flight, first)
+
+    def _read_alone(self, flight: _Flight, first: Wanted) -> None:
+        """Read a block from the fastest level that has it sound."""
         failures = []
         for level in self._local[flight.number :]:
             if (failure := self._fetch(level, flight.record, first.out, None)) is None:
-                self._land(flight, LOCAL, first.out, level)
+                self._land([(flight, first.out)], LOCAL, level)
                 return
             failures.append(failure)
         told = [failure for failure in failures if failure.reason is not FailureReason.MISSING]
@@ -259,14 +296,14 @@ class Loader:
 
     def _read_remote(self, flight: _Flight) -> None:
         """Read a block into memory of our own."""
-        if self._board(flight, flight.number) is None:
+        if self._board([flight], flight.number) == [None]:
             return
         level = self._remote[flight.number]
-        kv = np.empty(flight.record.kv_bytes, dtype=np.uint8).data
+        kv = aligned_buffer(flight.record.kv_bytes)
         left_s = max(load.ticket.left_s() for load, _ in flight.boarded)
         failure = self._fetch(level, flight.record, kv, max(left_s, LEAST_TIMEOUT_S))
         if failure is None:
-            self._land(flight, flight.number, kv, level)
+            self._land([(flight, kv)], flight.number, level)
         else:
             self._divert(flight, flight.number, failure)
 
@@ -292,24 +329,30 @@ class Loader:
                     flight.boarded.append((load, i))
         return flights
 
-    def _board(self, flight: _Flight, place: int) -> Wanted | None:
-        """Begin to read for all who still want the block; the first of them, or None. LOCAL: into its memory."""
+    def _board(self, flights: Sequence[_Flight], place: int) -> list[Wanted | None]:
+        """Begin to read for all who still want the blocks; of each block the first of them, or None. LOCAL: into its
+        memory.
+        """
         with self._lock:
-            for load, i in flight.waiting:
-                if load.ticket.begin(i, attached=place == LOCAL and not flight.boarded):
-                    flight.boarded.append((load, i))
-            flight.waiting.clear()
-            if not flight.boarded:
-                self._close(flight, place)
-                return None
-            load, i = flight.boarded[0]
-            return load.ticket.wanted[i]
+            return [self._first_aboard(flight, place) for flight in flights]
 
-    def _end(self, flight: _Flight, place: int) -> list[tuple[_Load, int]]:
-        """Nobody joins any more; everybody who did, the first last: copies are made from its memory."""
-        with self._lock:
+    def _first_aboard(self, flight: _Flight, place: int) -> Wanted | None:
+        for load, i in flight.waiting:
+            if load.ticket.begin(i, attached=place == LOCAL and not flight.boarded):
+                flight.boarded.append((load, i))
+        flight.waiting.clear()
+        if not flight.boarded:
             self._close(flight, place)
-            return flight.boarded[::-1]
+            return None
+        load, i = flight.boarded[0]
+        return load.ticket.wanted[i]
+
+    def _end(self, flights: Sequence[_Flight], place: int) -> list[list[tuple[_Load, int]]]:
+        """Nobody joins any more; of each flight everybody who did, the first last: copies are made from its memory."""
+        with self._lock:
+            for flight in flights:
+                self._close(flight, place)
+            return [flight.boarded[::-1] for flight in flights]
 
     def _close(self, flight: _Flight, place: int) -> None:
         if self._flights.get((flight.record.id, place)) is flight:
@@ -317,30 +360,34 @@ class Loader:
         self._count_local(place, -1)
 
     def _count_local(self, place: int, change: int) -> None:
-        self._flying += change if place == LOCAL else 0
-        if self._flying:
-            self.idle.clear()
-        else:
+        if place != LOCAL:
+            return
+        before, self._flying = self._flying, self._flying + change
+        if not self._flying:
             self.idle.set()
+        elif not before:
+            self.idle.clear()
 
-    def _land(self, flight: _Flight, place: int, kv: Buffer, level: Level) -> None:
-        """The block is in `kv`, verified: hand it to all."""
-        first, _ = flight.boarded[0]
-        self._promote(flight.record, kv, level, first.marks)
-        for load, i in self._end(flight, place):
-            out = load.ticket.wanted[i].out
-            if out is not kv:
-                if not load.ticket.attach(i):
-                    continue
-                np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(kv, np.uint8))
-            load.ticket.ready(i, level.kind)
-            if level.name not in load.first:
-                load.first.add(level.name)
-                level.meter.first_block(time.perf_counter() - load.started, len(kv))
+    def _land(self, read: Sequence[tuple[_Flight, Buffer]], place: int, level: Level) -> None:
+        """The blocks are there, verified, each in its buffer: hand them to all."""
+        for flight, kv in read:
+            self._promote(flight.record, kv, level, flight.boarded[0][0].marks)
+        boarded = self._end([flight for flight, _ in read], place)
+        for (_, kv), loads in zip(read, boarded, strict=True):
+            for load, i in loads:
+                out = load.ticket.wanted[i].out
+                if out is not kv:
+                    if not load.ticket.attach(i):
+                        continue
+                    np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(kv, np.uint8))
+                load.ticket.ready(i, level.kind)
+                if level.name not in load.first:
+                    load.first.add(level.name)
+                    level.meter.first_block(time.perf_counter() - load.started, len(kv))
 
     def _divert(self, flight: _Flight, place: int, failure: Failure) -> None:
         """Nobody asked so far has it: go on with the next remote tier, everybody for themselves."""
-        for load, i in self._end(flight, place):
+        for load, i in self._end([flight], place)[0]:
             load.ticket.wait_again(i)
             self._ask_remote(load, [i], place + 1, failure)
 

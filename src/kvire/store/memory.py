@@ -7,6 +7,7 @@ block costs about 1 KiB of index.
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -62,15 +63,25 @@ class MemoryTier:
 
     def read(self, block_id: BlockId, buffers: Sequence[Buffer], timeout_s: float | None = None) -> int:  # noqa: ARG002
         """See Tier."""
-        slot = self._hold(block_id)
+        slots = self._hold([block_id])
         try:
-            size_bytes = self._copy_out(slot, buffers)
+            size_bytes = self._copy_out(self._found(slots[0]), buffers)
         finally:
-            self._release(slot)
-        with self._lock:
-            self._stats.reads += 1
-            self._stats.read_bytes += size_bytes
+            self._release(slots)
+        self._count(1, size_bytes)
         return size_bytes
+
+    @contextmanager
+    def lent(self, ids: Sequence[BlockId]) -> Iterator[list[Buffer | None]]:
+        """See LendsFrames. A frame in several pieces is not lent."""
+        slots = self._hold(ids)
+        try:
+            frames = [None if slot is None else self._arena.view(slot.extents, slot.frame_bytes) for slot in slots]
+            yield frames
+        finally:
+            self._release(slots)
+        lent = [len(frame) for frame in frames if frame is not None]
+        self._count(len(lent), sum(lent))
 
     def write(self, record: BlockRecord, frame: Buffer, tenant_tag: bytes, *, ttl_s: float | None = None) -> bool:
         """See Tier."""
@@ -157,13 +168,14 @@ class MemoryTier:
 
     def peek(self, block_id: BlockId, buffer: Buffer) -> int:
         """Fill `buffer` with the first bytes of the block's frame; how many. Raises BlockMissing."""
-        slot = self._hold(block_id)
+        slots = self._hold([block_id])
         try:
+            slot = self._found(slots[0])
             count = min(slot.frame_bytes, len(buffer))
             self._arena.read(slot.extents, count, [buffer])
             return count
         finally:
-            self._release(slot)
+            self._release(slots)
 
     def close(self) -> None:
         """See Tier. What is being read stays readable until the read ends."""
@@ -197,7 +209,7 @@ class MemoryTier:
                     if self.on_evict is not None:
                         self.on_evict(slot.record, partial(self._copy_out, slot))
                 finally:
-                    self._release(slot)
+                    self._release([slot])
 
     def _sweep(self) -> None:
         """Remove what has expired, at most once in SWEEP_S."""
@@ -226,20 +238,32 @@ class MemoryTier:
         if not slot.readers:
             self._give_back(slot)
 
-    def _hold(self, block_id: BlockId) -> Slot:
-        """Keep a block's bytes until `_release`. Raises BlockMissing."""
+    def _hold(self, ids: Sequence[BlockId]) -> list[Slot | None]:
+        """Blocks whose bytes are kept until `_release`; None for those that are not here."""
         with self._lock:
-            slot = self._find([block_id])[0]
-            if slot is None:
-                raise BlockMissing(f"{self.name} does not hold the block")
-            slot.readers += 1
-            return slot
+            slots = self._find(ids)
+            for slot in slots:
+                if slot is not None:
+                    slot.readers += 1
+            return slots
 
-    def _release(self, slot: Slot) -> None:
+    def _release(self, slots: Sequence[Slot | None]) -> None:
         with self._lock:
-            slot.readers -= 1
-            if not slot.readers and not slot.indexed:
-                self._give_back(slot)
+            for slot in slots:
+                if slot is not None:
+                    slot.readers -= 1
+                    if not slot.readers and not slot.indexed:
+                        self._give_back(slot)
+
+    def _found(self, slot: Slot | None) -> Slot:
+        if slot is None:
+            raise BlockMissing(f"{self.name} does not hold the block")
+        return slot
+
+    def _count(self, reads: int, read_bytes: int) -> None:
+        with self._lock:
+            self._stats.reads += reads
+            self._stats.read_bytes += read_bytes
 
     def _give_back(self, slot: Slot) -> None:
         extents, slot.extents = slot.extents, []

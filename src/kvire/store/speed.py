@@ -36,9 +36,10 @@ class _Mean:
     value: float = 0.0
     count: int = 0
 
-    def add(self, value: float) -> None:
-        self.count += 1
-        self.value += max(WEIGHT, 1 / self.count) * (value - self.value)
+    def add(self, value: float, times: int = 1) -> None:
+        self.count += times
+        weight = max(1 - (1 - WEIGHT) ** times, times / self.count)
+        self.value += weight * (value - self.value)
 
 
 class SpeedMeter:
@@ -61,13 +62,14 @@ class SpeedMeter:
                 self._since = self._clock()
             self._under_way += 1
 
-    def end(self, read_bytes: int) -> None:
-        """It ended; 0 bytes if it failed, which takes time all the same."""
+    def end(self, read_bytes: int, blocks: int = 1) -> None:
+        """It ended, of that many blocks together; 0 bytes if it failed, which takes time all the same."""
+        blocks = max(1, blocks)
         with self._lock:
             now = self._clock()
             self._under_way -= 1
-            self._bytes.add(read_bytes)
-            self._seconds.add(now - self._since)
+            self._bytes.add(read_bytes / blocks, blocks)
+            self._seconds.add((now - self._since) / blocks, blocks)
             self._since = now
 
     def first_block(self, waited_s: float, read_bytes: int) -> None:

@@ -6,10 +6,12 @@ not in time (TierUnavailable), or, as only the reader of a frame can tell, the b
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from kvire.core.errors import BlockMissing, FrameDamaged, TierUnavailable
 from kvire.core.record import BlockId, BlockRecord
 
 Buffer = memoryview  # one-dimensional, of bytes
@@ -60,6 +62,9 @@ class TierStats:
     unavailable: int = 0
     evictions: dict[str, int] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
+
+
+ReadOutcome = int | BlockMissing | TierUnavailable | FrameDamaged  # the frame's length, or why there is none
 
 
 class Tier(Protocol):
@@ -113,3 +118,22 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Give threads, files and sockets back. Idempotent."""
+
+
+@runtime_checkable
+class ReadsRuns(Protocol):
+    """A tier that reads several blocks in less time than one after the other."""
+
+    def read_run(self, ids: Sequence[BlockId], buffers: Sequence[Sequence[Buffer]]) -> list[ReadOutcome]:
+        """As Tier.read for each block; what that would raise stands in its place.
+
+        Unlike there, of a block that is written anew meanwhile parts of both frames may come: for those who verify.
+        """
+
+
+@runtime_checkable
+class LendsFrames(Protocol):
+    """A tier whose frames lie in this process's memory."""
+
+    def lent(self, ids: Sequence[BlockId]) -> AbstractContextManager[list[Buffer | None]]:
+        """Frames to be read where they lie, and stay as they are until the end; None for those that cannot be lent."""

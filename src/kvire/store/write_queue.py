@@ -7,8 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
-
+from kvire.codec.buffers import aligned_buffer
 from kvire.core.errors import StoreError, TierUnavailable
 from kvire.core.record import BlockId, BlockRecord
 from kvire.store.epochs import Mark
@@ -54,7 +53,7 @@ class Buffers:
             self._made_bytes -= sum(size * len(buffers) for size, buffers in self._free.items())
             self._free.clear()
         self._made_bytes += size_bytes
-        return np.empty(size_bytes, dtype=np.uint8).data
+        return aligned_buffer(size_bytes)
 
     def give_back(self, buffer: Buffer) -> None:
         """Nobody uses it any more."""
@@ -141,14 +140,14 @@ class WriteQueue:
 
     def run(self) -> None:
         """Life of the thread."""
-        scratch = bytearray()
+        scratch = aligned_buffer(0)
         while (calls := self._next()) is not None:
             self._no_loads.wait(LOADS_FIRST_S)
             longest = max((self.level.frames.frame_bytes(parcel.record) for parcel in self.writing), default=0)
             if len(scratch) < longest:
-                scratch = bytearray(longest)
+                scratch = aligned_buffer(longest)
             try:
-                self._write_batch(memoryview(scratch))
+                self._write_batch(scratch)
                 for call in calls:
                     with suppress(TierUnavailable), self.level.answers():
                         call()
