@@ -9,14 +9,16 @@ NATIVE := $(wildcard src/kvire/native/*)
 demo: $(VENV)/.demo  ## the main job, on a real model: cold, warm, a pool too small, cache off and on
 	$(PY) demo/demo.py
 
-test: $(VENV)/.dev  ## everything that must hold
-	$(PY) -m pytest
+# Two processes by default; each makes the models that its tests share.
+JOBS ?= 2
+test: $(VENV)/.dev  ## everything that must hold, in JOBS processes
+	$(PY) -m pytest -n $(JOBS) --dist worksteal
 
 check: lint  ## lint, types, import rules and the fast tests, in about four minutes
-	$(PY) -m pytest -m "not model and not slow"
+	$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not model and not slow"
 
 mutants: $(VENV)/.dev  ## deliberately broken builds, each noticed by the test that claims to; prints how many
-	$(PY) -m pytest -m mutant
+	$(PY) -m pytest -n $(JOBS) --dist worksteal -m mutant
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

@@ -44,6 +44,7 @@ class Throttled:
 
     local = False
     kind = TierKind.REMOTE
+    read_run = lent = None  # no way around `read`
 
     def __init__(self, tier: DiskTier, bytes_per_s: float, latency_s: float = 0.0, stops_after: int | None = None):
         self._tier, self._bytes_per_s, self._latency_s = tier, bytes_per_s, latency_s

@@ -35,6 +35,8 @@ class FixedPrefill(PrefillSpeed):
 class Slow:
     """A tier each of whose reads takes `read_s` longer."""
 
+    read_run = lent = None  # no way around `read`
+
     def __init__(self, tier: Tier, read_s: float) -> None:
         self._tier, self._read_s = tier, read_s
 

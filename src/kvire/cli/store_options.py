@@ -1,20 +1,12 @@
 """From a command's store options to a StoreConfig: sizes that fit the disk, and a folder by default."""
 
-import os
-import shutil
-from pathlib import Path
 from typing import Any
 
 from kvire.core.config import StoreConfig
 from kvire.core.errors import ConfigError
 from kvire.core.memory import format_size, parse_size
-from kvire.models.cache_folder import cache_folder
-from kvire.store.disk_folder import INDEX
+from kvire.store.place import DISK_BYTES, default_disk_bytes, default_store
 
-# Of a disk's free space and what the store has of it already, the share it takes where nobody says more.
-DISK_SHARE = 0.1
-DISK_BYTES = 20 * 10**9
-LEAST_DISK_BYTES = 64 << 20
 SMALLEST_DISK_BYTES = 5 << 20  # with its part for sessions, what a disk tier can work with
 DAYS_OF_WEAR = 10  # times DISK_BYTES that a folder may be written in a day
 
@@ -59,23 +51,6 @@ def store_config(given: dict[str, Any], engine: dict[str, Any], *, default: bool
         writes_per_day_bytes=DAYS_OF_WEAR * DISK_BYTES if path else None,
         required=bool(asked),
     )
-
-
-def default_store() -> Path:
-    """Where the disk tier lies if nobody says so: $KVIRE_STORE, else a folder in the cache folder."""
-    return Path(os.environ.get("KVIRE_STORE") or cache_folder() / "store").expanduser()
-
-
-def default_disk_bytes(path: Path | None, *, named: bool = True) -> int | None:
-    """A size that leaves the disk to others: at most DISK_BYTES, and a tenth of what is free or the store's already.
-
-    None for a folder that was named and is a store already: it keeps the limit that it has.
-    """
-    if path is None or (named and (path / INDEX).exists()):
-        return None
-    here = next((parent for parent in (path, *path.absolute().parents) if parent.is_dir()), Path("/"))
-    own = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
-    return max(LEAST_DISK_BYTES, min(DISK_BYTES, int(DISK_SHARE * (shutil.disk_usage(here).free + own))))
 
 
 def _flag(name: str) -> str:

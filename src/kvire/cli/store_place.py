@@ -11,7 +11,6 @@ from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
 from kvire.cli.display import LoadProgress
-from kvire.cli.store_options import default_store
 from kvire.core.errors import StoreError, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId
@@ -21,6 +20,7 @@ from kvire.store.disk import DiskTier
 from kvire.store.disk_folder import INDEX
 from kvire.store.disk_segments import SUFFIX
 from kvire.store.keyring import Keyring, default_path
+from kvire.store.place import default_store
 from kvire.store.remote import open_remote
 from kvire.store.remote_backend import BLOCKS
 from kvire.store.remote_tier import RemoteTier

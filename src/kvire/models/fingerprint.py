@@ -14,9 +14,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from kvire.core.cache_folder import cache_folder, write_json
 from kvire.core.keys import Namespace, field
 from kvire.core.spec import KVGroup
-from kvire.models.cache_folder import cache_folder, write_json
 from kvire.models.progress import Progress, silent
 
 CHUNK_BYTES = 8 << 20

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from kvire.core.cache_folder import models_folder, sync_folder, sync_tree, write_json
 from kvire.core.errors import ConfigError, ModelNotFoundError
 from kvire.core.memory import format_size
-from kvire.models.cache_folder import models_folder, sync_folder, sync_tree, write_json
 from kvire.models.embedded import GgufSource
 from kvire.models.families import kv_groups
 from kvire.models.fingerprint import CHUNK_BYTES, file_digest

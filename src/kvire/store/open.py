@@ -17,14 +17,18 @@ from kvire.store.remote import open_remote
 from kvire.store.sessions import session_bytes
 from kvire.store.tier import Tier
 from kvire.store.tiered import TieredStore
+from kvire.store.write_behind import DEFAULT_BUFFER_BYTES
 
 # About what an object store gives one machine: slow enough for byte planes to pay (docs/adr/0012). Redis is faster.
 OBJECT_STORE_BYTES_PER_S = 100e6
 OBJECT_STORES = ("s3://", "gs://", "az://")
 
 
-def open_store(config: StoreConfig, kv_dtype: str = "float32") -> TieredStore:
+def open_store(
+    config: StoreConfig, kv_dtype: str = "float32", *, buffer_bytes: int = DEFAULT_BUFFER_BYTES
+) -> TieredStore:
     """Open every tier of `config`, fastest first. kv_dtype: of the blocks, for codecs that know about numbers.
+    buffer_bytes: for blocks on their way into the tiers.
 
     Raises StoreError or ConfigError, and then leaves nothing open. A remote tier that does not answer now is no error:
     it is asked again later.
@@ -49,7 +53,7 @@ def open_store(config: StoreConfig, kv_dtype: str = "float32") -> TieredStore:
             tiers.append((open_remote(url, timeout_s=config.load_timeout_s, ttl_s=config.ttl_s), frames))
         for tier, _ in tiers:
             opened.callback(tier.close)
-        store = TieredStore(tiers, keyring, config)
+        store = TieredStore(tiers, keyring, config, buffer_bytes=buffer_bytes)
         store.open()
         opened.pop_all()
         return store

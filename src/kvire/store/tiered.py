@@ -144,6 +144,16 @@ class TieredStore:
                 fastest = [level.name if here else name for here, name in zip(held, fastest, strict=True)]
         return fastest
 
+    def held_remotely(self, ids: Sequence[BlockId], timeout_s: float) -> list[str | None]:
+        """As `held`, of remote tiers, up to timeout_s for each; who does not answer has nothing."""
+        nearest: list[str | None] = [None] * len(ids)
+        for level in reversed(self._levels):
+            if not level.local and ids:
+                with suppress(TierUnavailable):
+                    held = level.promises(ids, timeout_s)
+                    nearest = [level.name if here else name for here, name in zip(held, nearest, strict=True)]
+        return nearest
+
     def load(self, wanted: Sequence[Wanted], *, from_the_back: bool = False) -> Ticket:
         """Begin to fetch blocks, in the order given or the reverse; returns at once. See Ticket."""
         marks: dict[str, Mark] = {}
