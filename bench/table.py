@@ -21,6 +21,8 @@ TITLES = {
     "serving": "The server beside llama.cpp and vLLM",
     "store_engine": "What the store is worth to the engine, and what it costs",
     "store_tiers": "4,096 tokens from each tier",
+    "vllm_connector": "Under vLLM",
+    "transformers_connector": "Under transformers",
     "pool_waste": "Blocks in use that hold nothing",
     "kv_cache_modes": "Paged, contiguous, off",
     "int8_quality": "KV in int8",

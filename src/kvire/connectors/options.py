@@ -1,0 +1,58 @@
+"""A store's options as an engine's configuration gives them: by the names that they have for `kvire serve`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from kvire.core.config import StoreConfig
+from kvire.core.errors import ConfigError
+from kvire.core.memory import parse_size
+from kvire.store.place import default_disk_bytes, default_store
+
+STORE_OPTIONS: Mapping[str, tuple[type, ...]] = {
+    "store": (str,),
+    "disk_size": (str, int),
+    "ram": (str, int),
+    "remote": (str, list),
+    "encrypt": (bool,),
+    "key_file": (str,),
+    "store_ttl": (int, float),
+    "load_timeout": (int, float),
+}
+
+
+def store_config(
+    given: Mapping[str, Any], where: str, *, also: Mapping[str, tuple[type, ...]] = MappingProxyType({})
+) -> StoreConfig:
+    """The store asked for; without `store`, `ram` and `remote` the folder that `kvire serve` uses.
+
+    where: the options stand, for messages. also: others that may stand there, and their types. Raises ConfigError that
+    names the option that is unknown or wrong.
+    """
+    kinds = {**STORE_OPTIONS, **also}
+    for name, value in given.items():
+        if name not in kinds:
+            raise ConfigError(f"{where} has no option {name!r}; the options are {', '.join(kinds)}")
+        if not isinstance(value, kinds[name]) or (isinstance(value, bool) and bool not in kinds[name]):
+            wanted = " or ".join(kind.__name__ for kind in kinds[name])
+            raise ConfigError(f"{name} in {where} is a {wanted}, got {value!r}")
+    remote = given.get("remote", [])
+    urls = [remote] if isinstance(remote, str) else remote
+    if not all(isinstance(url, str) for url in urls):
+        raise ConfigError(f"remote in {where} is a URL or a list of URLs, got {remote!r}")
+    path = Path(given["store"]).expanduser() if "store" in given else None
+    if path is None and not ("ram" in given or urls):
+        path = default_store()
+    if path is None and "disk_size" in given:
+        raise ConfigError(f"disk_size in {where} limits a folder, and there is none: add store")
+    return StoreConfig(
+        path=path,
+        disk_bytes=parse_size(given["disk_size"], "disk_size") if "disk_size" in given else default_disk_bytes(path),
+        ram_bytes=parse_size(given["ram"], "ram") if "ram" in given else 0,
+        remote=tuple(urls),
+        encrypt=given.get("encrypt", True),
+        key_file=Path(given["key_file"]).expanduser() if "key_file" in given else None,
+        ttl_s=given.get("store_ttl"),
+        load_timeout_s=given.get("load_timeout", 0.5),
+    )

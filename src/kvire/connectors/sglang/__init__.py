@@ -1,0 +1,18 @@
+"""The store behind SGLang's HiCache: a storage backend that SGLang loads by name (docs/sglang.md).
+
+Read first: storage.py, which answers SGLang's calls. pages.py names pages and moves them; facts.py says which server's
+pages they are; options.py reads --hicache-storage-backend-extra-config. Only storage.py imports SGLang, and facts.py
+when it is asked.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["KvireStorage"]
+
+
+def __getattr__(name: str) -> Any:
+    # SGLang is not installed where the rest of Kvire is used and tested.
+    if name in __all__:
+        return getattr(import_module("kvire.connectors.sglang.storage"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

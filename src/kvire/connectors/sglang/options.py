@@ -1,0 +1,32 @@
+"""--hicache-storage-backend-extra-config: the store's options by the names that `kvire serve` gives them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from kvire.connectors.options import store_config
+from kvire.core.config import StoreConfig
+from kvire.core.errors import ConfigError
+
+WHERE = "--hicache-storage-backend-extra-config"
+TENANT = "sglang"
+
+# What SGLang itself reads there. The rest of it is taken out before a backend is made.
+SGLANGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """config: of the store. tenant: whose the pages are; to clear SGLang's storage is to forget this tenant."""
+
+    config: StoreConfig
+    tenant: str
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Raises ConfigError that names the option that is unknown or wrong."""
+        asked = {name: value for name, value in given.items() if name not in SGLANGS}
+        config = store_config(asked, WHERE, also={"tenant": (str,)})
+        if not given.get("interface_v1"):
+            raise ConfigError(f'add "interface_v1": 1 to {WHERE}: without it SGLang allocates memory for every page')
+        return cls(config, asked.get("tenant") or TENANT)

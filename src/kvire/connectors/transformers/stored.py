@@ -1,0 +1,153 @@
+"""A model whose generate() loads the longest stored prefix of a prompt, and stores what it computes.
+
+with StoredCache.open(model, store="kv") as stored:
+    out = stored.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=64)
+    print(stored.report)
+"""
+
+import logging
+from hashlib import sha256
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+
+from kvire.connectors.transformers import arguments
+from kvire.connectors.transformers.blocks import CACHE, CacheLayout
+from kvire.connectors.transformers.chain import Chain
+from kvire.connectors.transformers.computed import Computed
+from kvire.connectors.transformers.identity import ModelIdentity
+from kvire.connectors.transformers.loading import load
+from kvire.core.config import StoreConfig
+from kvire.core.errors import ConfigError, UnsupportedModelError
+from kvire.core.record import BlockId, BlockRecord
+from kvire.core.report import CacheReport, MissReason
+from kvire.plan.cost import PrefillSpeed
+from kvire.store.open import open_store
+from kvire.store.tiered import TieredStore
+
+CLOSE_S = 10.0  # that closing gives to blocks which are still being written
+SAVE_S = 10.0  # that a call waits for room in the buffer of what is being written
+
+log = logging.getLogger(__name__)
+
+
+class StoredCache:
+    """A model and an open store. Made by open(); use as a context, or close() it. One call at a time.
+
+    report: where the last prompt's KV came from; None before the first call.
+    """
+
+    def __init__(
+        self, model: Any, store: TieredStore, identity: ModelIdentity, layout: CacheLayout,
+        *, tenant: str, cache_salt: str, owns_store: bool,
+    ) -> None:  # fmt: skip
+        self.model = model
+        self.store = store
+        self.report: CacheReport | None = None
+        self._identity = identity
+        self._layout = layout
+        self._tenant = tenant
+        self._cache_salt = cache_salt
+        self._owns_store = owns_store
+        self._prefill: PrefillSpeed | None = None  # until a prompt was computed
+        self._queued: frozenset[BlockId] = frozenset()  # blocks of the last call
+
+    @classmethod
+    def open(
+        cls, model: Any, store: str | Path | StoreConfig | TieredStore,
+        *, block_size: int = 16, tenant: str = "", cache_salt: str = "",
+    ) -> Self:  # fmt: skip
+        """model: a transformers causal language model, in memory. store: a folder, more of StoreConfig, or an open
+        store, which stays open. block_size: tokens; what is reused is a multiple of it. tenant: whose the prompts are;
+        nobody else finds their blocks, nor do others with another cache_salt.
+
+        Computes one token, and hashes the weights. Raises UnsupportedModelError, ConfigError or StoreError.
+        """
+        if not isinstance(block_size, int) or isinstance(block_size, bool) or not 0 < block_size <= 1024:
+            raise ConfigError(f"block_size is in tokens and at most 1024, got {block_size!r}")
+        identity = ModelIdentity(model)
+        layout = CacheLayout.probe(model, block_size)
+        identity.namespace(layout)  # hashed now, and not in the first call
+        if isinstance(store, (str, Path)):
+            store = StoreConfig(path=Path(store).expanduser())
+        opened = store if isinstance(store, TieredStore) else open_store(store, layout.spec.dtype)
+        return cls(
+            model, opened, identity, layout, tenant=tenant, cache_salt=cache_salt, owns_store=opened is not store
+        )
+
+    def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
+        """What model.generate() returns for the same arguments, sooner. One prompt a call; input_ids: [1, tokens].
+
+        Raises RequestError for what a stored cache cannot follow (docs/transformers.md), and UnsupportedModelError for
+        a model that was changed into one.
+        """
+        prompt = arguments.check(self.model, inputs, kwargs)
+        limit = self._identity.limit_tokens
+        if limit is not None and len(prompt.token_ids) > limit:
+            out = self.model.generate(**prompt.arguments)
+            detail = f"positions change beyond {limit} tokens"
+            self.report = CacheReport(0, len(prompt.token_ids), MissReason.OFF, miss_detail=detail)
+            return out
+        chain = self._chain(prompt.token_ids)
+        used = self._layout.empty_cache(self.model.config)
+        loaded = load(self.store, self._layout, chain, self._prefill, self._queued)
+        if loaded.stop:
+            self._layout.fill(used, loaded.slabs, loaded.stop, self.model.device)
+        with Computed(self.model, used, prompt.token_ids, loaded.stop * chain.block_size) as computed:
+            out = self.model.generate(**prompt.arguments, **{CACHE: used})
+        self._learn(computed)
+        self._save(used, chain.extended(computed.token_ids(limit)), loaded.stop)
+        self.report = loaded.report()
+        return out
+
+    def close(self) -> None:
+        """Write what is on its way, and close the store if it was opened here."""
+        if self._owns_store:
+            self.store.flush(CLOSE_S)
+            self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _chain(self, token_ids: list[int]) -> Chain:
+        salt = self.store.tenant(self._tenant).salt
+        if self._cache_salt:
+            salt += "/" + sha256(self._cache_salt.encode("utf-8")).hexdigest()
+        namespace = self._identity.namespace(self._layout).with_salt(salt)
+        self.store.note_namespace(namespace.root, namespace.public_fields())
+        return Chain(self._layout.spec, namespace.root, salt, self._tenant, token_ids)
+
+    def _learn(self, computed: Computed) -> None:
+        """How fast this model computes prompts."""
+        if (measured := computed.prefill()) is not None:
+            start, count, seconds = measured
+            self._prefill = self._prefill or PrefillSpeed(seconds / count)
+            self._prefill.measured(start, count, seconds)
+
+    def _save(self, used: Any, chain: Chain, start: int) -> None:
+        """Hand over the blocks from `start` on, and say that all were used."""
+        stop = len(chain.keys)
+        try:
+            slabs = self._layout.take(used, start, stop) if stop > start else []
+        except UnsupportedModelError as error:
+            log.warning("nothing is stored: %s", error)
+            return
+        for index in range(start, stop):
+            kept = [self._put(chain.record(index, group), slab[index - start]) for group, slab in enumerate(slabs)]
+            if not all(kept):  # later ones are of no use without this one
+                stop = index
+                break
+        ids = chain.ids(stop)
+        self._queued = frozenset(ids[start * len(chain.groups) :])
+        self.store.touch(ids)
+        self.store.end_of_turn(ids)
+
+    def _put(self, record: BlockRecord, kv: Tensor) -> bool:
+        """Save a block; while the buffer is full, wait for room."""
+        memory = kv.numpy().data
+        return self.store.save(record, memory) or (self.store.flush(SAVE_S) and self.store.save(record, memory))

@@ -1,0 +1,409 @@
+"""The connector's parts that need no vLLM: options, groups, pages, names, speeds, remote tiers, events."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from connectors.vllm.small_engine import FULL, Request, SmallEngine
+
+from kvire.connectors.identity import connector_namespace, weight_files
+from kvire.connectors.options import store_config
+from kvire.connectors.vllm.events import Announcer
+from kvire.connectors.vllm.groups import read_groups
+from kvire.connectors.vllm.messages import Move, Outcome
+from kvire.connectors.vllm.pace import TRY_AGAIN, Pace
+from kvire.connectors.vllm.pages import DevicePages, HostPages, open_pages
+from kvire.connectors.vllm.requests import Tracked, exclusion
+from kvire.connectors.vllm.stores import SharedStore
+from kvire.core.config import StoreConfig
+from kvire.core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from kvire.core.keys import BlockKey, Namespace
+from kvire.core.record import BlockId
+from kvire.plan.cost import Speed
+from kvire.store.tiered import TieredStore
+
+
+def vllm_config(given: dict[str, Any]) -> StoreConfig:
+    return store_config(given, "kv_connector_extra_config")
+
+
+def test_importing_it_needs_neither_vllm_nor_torch_nor_our_engine() -> None:
+    program = (
+        "import sys, kvire.connectors.vllm, kvire.connectors.vllm.scheduler, kvire.connectors.vllm.worker\n"
+        "import kvire.connectors.identity, kvire.connectors.options\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'kvire.engine', 'kvire._native', 'kvire.attention', 'kvire.cache'}\n"
+        "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# Options
+
+
+def test_options_have_the_names_that_serve_gives_them(tmp_path: Path) -> None:
+    config = vllm_config(
+        {
+            "store": str(tmp_path / "s"),
+            "disk_size": "1GiB",
+            "ram": "2GB",
+            "remote": "redis://h",
+            "encrypt": False,
+            "key_file": "/k",
+            "store_ttl": 60,
+            "load_timeout": 2,
+        }
+    )
+    assert config == StoreConfig(
+        path=tmp_path / "s",
+        disk_bytes=1 << 30,
+        ram_bytes=2 * 10**9,
+        remote=("redis://h",),
+        encrypt=False,
+        key_file=Path("/k"),
+        ttl_s=60,
+        load_timeout_s=2,
+    )
+
+
+def test_without_a_place_it_is_the_one_of_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVIRE_STORE", str(tmp_path / "mine"))
+    assert vllm_config({}).path == tmp_path / "mine"
+    assert vllm_config({}).encrypt
+    assert vllm_config({"remote": ["redis://h"]}).path is None
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "index.db").touch()
+    assert vllm_config({}).disk_bytes is None, "a store that is there keeps its limit"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"store_size": "x"}, "no option 'store_size'"),
+        ({"store": 3}, "store .* is a str, got 3"),
+        ({"disk_size": True}, "disk_size .* got True"),
+        ({"store": "x", "disk_size": "lots"}, "disk_size is no size"),
+        ({"encrypt": "no"}, "encrypt .* is a bool"),
+        ({"remote": ["redis://h", 5]}, "remote .* list of URLs"),
+        ({"ram": "1GB", "disk_size": "1GB"}, "disk_size .* add store"),
+        ({"store_ttl": -1}, "ttl_s"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        vllm_config(given)
+
+
+# Groups
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """Named, and with the fields, as in vLLM: they are told apart by their names."""
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    pass
+
+
+class MambaSpec(SimpleNamespace):
+    pass
+
+
+def config_of(*specs: Any, **more: Any) -> Any:
+    groups = [SimpleNamespace(layer_names=[f"l{i}"], kv_cache_spec=spec, **more) for i, spec in enumerate(specs)]
+    return SimpleNamespace(kv_cache_groups=groups)
+
+
+def test_groups_that_are_known() -> None:
+    groups, block_size = read_groups(
+        config_of(FullAttentionSpec(block_size=16), SlidingWindowSpec(block_size=16, sliding_window=100))
+    )
+    assert block_size == 16
+    assert [(group.kind, group.window) for group in groups] == [("full", None), ("sliding", 100)]
+    # a token at 200 looks at the tokens from 101 on, which is in block 6
+    assert [group.first_needed(200, 16) for group in groups] == [0, 6]
+    assert groups[1].first_needed(99, 16) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (config_of(MambaSpec(block_size=16)), "MambaSpec"),
+        (config_of(FullAttentionSpec(block_size=16), FullAttentionSpec(block_size=32)), "16, 32 tokens"),
+        (config_of(FullAttentionSpec(block_size=16), is_eagle_group=True), "draft model"),
+        (config_of(FullAttentionSpec(block_size=16), host_resident=True), "not kept where"),
+        (config_of(FullAttentionSpec(block_size=16, kv_quant_mode=SimpleNamespace(name="NVFP4"))), "NVFP4"),
+        (config_of(), "no tokens"),
+    ],
+)
+def test_groups_that_are_not_are_refused_by_name(config: Any, said: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=said):
+        read_groups(config)
+
+
+# Pages
+
+
+@pytest.mark.parametrize("kind", [HostPages, DevicePages])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_pages_come_back_as_they_were_whatever_the_strides(kind: type, dtype: torch.dtype) -> None:
+    blocks, pieces = 6, 2
+    layers = []
+    for _ in range(3):  # tokens before heads in memory, and twice as many kernel blocks as blocks
+        layer = torch.randn(blocks * pieces, 4, 2, 8).to(dtype).transpose(1, 2)
+        layers.append(layer)
+    views = [layer.view(torch.uint8).unflatten(0, (blocks, -1)) for layer in layers]
+    pages = kind(views)
+    rows = np.zeros((2, pages.row_bytes), np.uint8)
+    pages.gather([4, 1], rows)
+    first = torch.cat([layer[8:10].contiguous().view(torch.uint8).flatten() for layer in layers])
+    assert torch.equal(torch.from_numpy(rows[0]), first), "a row is pages in order, each [heads, tokens, content]"
+    before = [layer.view(torch.uint8).clone() for layer in layers]
+    pages.scatter([2, 5], rows)
+    for layer, old in zip(layers, before, strict=True):
+        now = layer.view(torch.uint8)
+        assert torch.equal(now[4:6], old[8:10]) and torch.equal(now[10:12], old[2:4])
+        assert torch.equal(now[:4], old[:4]) and torch.equal(now[6:10], old[6:10]), "and nothing else"
+
+
+def test_a_cache_of_another_kind_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="not one tensor"):
+        open_pages([[torch.zeros(4, 1, 1, 1)]], 4)
+
+
+# Names
+
+
+def test_a_namespace_tells_apart_what_decides_kv(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    asked: dict[str, Any] = {
+        "engine": "vllm 1", "numerics": "n", "kv_dtype": "float32", "spec": "s", "block_size": 16, "shard": "tp=1",
+    }  # fmt: skip
+    config = {"hidden": 4, "dtype": torch.float32}
+    name = connector_namespace(tmp_path, config, **asked)
+    assert connector_namespace(tmp_path, config, **asked) == name
+    assert connector_namespace([tmp_path / "model.safetensors"], config, **asked) == name
+    others = [connector_namespace(tmp_path, config | {"hidden": 5}, **asked)]
+    for field, value in asked.items():
+        changed = value + 1 if isinstance(value, int) else value + "'"
+        others.append(connector_namespace(tmp_path, config, **asked | {field: changed}))
+    (tmp_path / "model.safetensors").write_bytes(b"weightz")
+    others.append(connector_namespace(tmp_path, config, **asked))
+    assert len({name.root, *(other.root for other in others)}) == len(others) + 1
+
+
+def test_a_folder_without_weights_has_no_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="no weight files"):
+        weight_files(tmp_path)
+    (tmp_path / "b.gguf").touch()
+    assert weight_files(tmp_path / "b.gguf") == (tmp_path / "b.gguf",)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({}, None),
+        ({"mm_features": ["image"]}, "multimodal"),
+        ({"prompt_embeds": 1}, "prompt_embeds"),
+        ({"prompt_is_token_ids": [True]}, "prompt_embeds"),
+        ({"lora_request": 1}, "lora"),
+        ({"resumable": True}, "streaming_input"),
+    ],
+)
+def test_what_depends_on_more_than_tokens_is_neither_looked_up_nor_kept(
+    store: TieredStore, more: dict[str, Any], why: str | None
+) -> None:
+    request = Request("a", list(range(30)))
+    for name, value in more.items():
+        setattr(request, name, value)
+    assert exclusion(request) == why
+    engine = SmallEngine(store)
+    engine.add(request)
+    for _ in range(8):
+        engine.step()
+    assert (store.stats().saves > 0) == (why is None)
+    assert engine.scheduler.take_counts()["excluded_requests", why or ""] == (1 if why else 0)
+    engine.close()
+
+
+def test_names_are_the_same_however_tokens_arrive() -> None:
+    whole, growing = Request("a", list(range(40))), Request("b", list(range(13)))
+    names = []
+    for request in (whole, growing):
+        tracked = Tracked(request, "salt", BlockKey(bytes(32)), 4)
+        tracked.extend()
+        for token in range(len(request.all_token_ids), 40):
+            request.all_token_ids.append(token)
+            tracked.extend()
+        names.append(tracked.blocks)
+    assert names[0] == names[1]
+    assert [block.index for block in names[0]] == list(range(10))
+
+
+# Speeds
+
+
+def test_a_tier_slower_than_computing_is_left_alone_and_tried_again_now_and_then() -> None:
+    now = [0.0]
+    pace = Pace(lambda _: Speed(0.0, 1e3), clock=lambda: now[0])
+    assert pace.is_worth_loading(0, 100, {"disk": 10**6}), "as long as nobody knows"
+    pace.step_begins({"a": 0}, {"a": 100})
+    now[0] += 1.0
+    pace.step_ended()
+    assert pace.is_worth_loading(0, 100, {"disk": 500})
+    assert not pace.is_worth_loading(0, 100, {"disk": 2000})
+    pace.read({"disk": Speed(0.0, 1e6)})
+    assert pace.is_worth_loading(0, 100, {"disk": 2000}), "measured, it is faster than was thought"
+    pace.read({"disk": Speed(5.0, 1e6)})
+    tried = 0
+    for _ in range(2 * TRY_AGAIN):
+        if pace.is_worth_loading(0, 100, {"disk": 2000}):
+            tried += 1
+        pace.refused()
+    assert tried == 2
+
+
+def test_steps_that_say_nothing_of_prefill_are_not_measured() -> None:
+    now = [0.0]
+    pace = Pace(lambda _: Speed(0.0, 1e3), clock=lambda: now[0])
+    for counts in ({"a": 1, "b": 1}, {"a": 50, "b": 50}, {}):
+        pace.step_begins(dict.fromkeys(counts, 0), counts)
+        now[0] += 1e-9
+        pace.step_ended()
+    assert pace.is_worth_loading(0, 100, {"disk": 10**6})
+
+
+# Remote tiers
+
+
+class Bent:
+    """A store whose remote tiers answer when they are told to."""
+
+    def __init__(self, store: TieredStore) -> None:
+        self.store = store
+        self.answers = threading.Event()
+        self.asked: list[Sequence[BlockId]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def remote_speed(self) -> Speed:
+        return Speed(0.01, 1e9)
+
+    def held(self, ids: Sequence[BlockId]) -> list[None]:
+        return [None] * len(ids)
+
+    def held_remotely(self, ids: Sequence[BlockId], timeout_s: float) -> list[str | None]:
+        self.asked.append(ids)
+        self.answers.wait(timeout_s)
+        return ["disk"] * 3 + [None] * (len(ids) - 3)
+
+
+def test_a_remote_tier_is_asked_beside_and_once(store: TieredStore) -> None:
+    bent: Any = Bent(store)
+    engine = SmallEngine(bent)
+    request = Request("a", list(range(30)))
+    assert engine.scheduler.match(request, 4) is None
+    assert engine.scheduler.match(request, 4) is None
+    bent.answers.set()
+    deadline = time.monotonic() + 10
+    while (found := engine.scheduler.match(request, 0)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert found == 12
+    assert len(bent.asked) == 1 and len(bent.asked[0]) == 7
+    engine.close()
+
+
+def test_a_remote_tier_that_does_not_answer_is_not_waited_for(store: TieredStore) -> None:
+    engine = SmallEngine(Bent(store))  # type: ignore[arg-type]
+    engine.scheduler._probe._timeout_s = 0.05
+    began = time.monotonic()
+    while engine.scheduler.match(Request("a", list(range(30))), 0) is None:
+        assert time.monotonic() - began < 10
+        time.sleep(0.001)
+    assert time.monotonic() - began < 5
+    engine.close()
+
+
+# Events
+
+
+def test_events_say_what_came_and_what_went(store: TieredStore) -> None:
+    announcer = Announcer(on=True)
+    request = Request("a", list(range(12)), cache_salt="s")
+    request.block_hashes = [bytes([i]) for i in range(3)]
+    tracked = Tracked(request, "salt", BlockKey(bytes(32)), 4)
+    tracked.extend()
+    for block in tracked.blocks:
+        announcer.offered(tracked, block)
+    assert announcer.take() == [], "not before the store took it"
+    announcer.saved([block.key for block in tracked.blocks[:2]])
+    first, second = announcer.take()
+    assert (first.came, first.hash, first.parent, first.cache_salt) == (True, b"\0", None, "s")
+    assert (second.hash, second.parent, second.token_ids, second.cache_salt) == (b"\1", b"\0", (4, 5, 6, 7), None)
+    announcer.found(tracked, [True, False, True])
+    assert [(event.came, event.hash) for event in announcer.take()] == [(False, b"\1"), (True, b"\2")]
+    announcer.clear()
+    assert [(event.came, event.hash) for event in announcer.take()] == [(False, b"\0"), (False, b"\2")]
+
+
+def test_of_several_workers_the_least_counts() -> None:
+    one = Outcome({"a": 3}, [BlockKey(b"x"), BlockKey(b"y")], {"disk": Speed(0.0, 5.0)})
+    two = Outcome({"a": 2, "b": 1}, [BlockKey(b"y")], {"disk": Speed(0.0, 4.0)})
+    both = one.merge(two)
+    assert both.failed == {"a": 2, "b": 1}
+    assert both.saved == [b"y"]
+    assert both.speeds["disk"].bytes_per_s == 4.0
+
+
+# One process, two sides
+
+
+def test_both_sides_of_one_process_use_one_store(tmp_path: Path) -> None:
+    config = StoreConfig(
+        path=tmp_path / "s", ram_bytes=1 << 20, disk_bytes=16 << 20, key_file=tmp_path / "k" / "k.json"
+    )
+    worker = SharedStore(config, kv_dtype="float32", buffer_bytes=1 << 20, moves_kv=True)
+    scheduler = SharedStore(config, kv_dtype="float32", buffer_bytes=1 << 20, moves_kv=False)
+    assert scheduler.store is worker.store
+    worker.close()
+    worker.close()
+    assert scheduler.store.held([BlockId(BlockKey(bytes(32)), 0)]) == [None], "still open"
+    scheduler.close()
+    alone = SharedStore(config, kv_dtype="float32", buffer_bytes=1 << 20, moves_kv=False)
+    assert list(alone.store.stats().levels) == ["disk"], "in another process a memory tier would be empty"
+    alone.close()
+    with pytest.raises(ConfigError, match="ram alone"):
+        SharedStore(StoreConfig(ram_bytes=1 << 20), kv_dtype="float32", buffer_bytes=1 << 20, moves_kv=False)
+
+
+def test_several_workers_have_a_block_only_together(store: TieredStore) -> None:
+    """Each keeps its share under a number of its own."""
+    engine = SmallEngine(store)
+    namespace = Namespace("weights", "config", "test", "float64", "test", 4)
+    facts = engine.scheduler._facts
+    two = type(engine.scheduler)(store, FULL, 4, namespace=namespace, facts=facts, parts=2)
+    request = Request("a", list(range(30)))
+    engine.add(request)
+    for _ in range(8):
+        engine.step()
+    assert store.flush(10)
+    assert two.match(Request("b", list(range(30))), 0) == 0, "the second worker has nothing"
+    second = type(engine.worker)(store, engine.worker._pages, part=1)
+    table = request.tables[0]
+    tracked = engine.scheduler._tracked["a"]
+    second.save([Move(tracked.blocks[index], 0, table[index]) for index in range(7)])
+    assert store.flush(10)
+    assert two.match(Request("c", list(range(30))), 0) == 28
+    second.close()
+    two.close()
+    engine.close()
