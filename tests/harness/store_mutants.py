@@ -18,9 +18,10 @@ from kvire.store.epochs import Epochs
 from kvire.store.eviction import EvictionOrder
 from kvire.store.explain import Explainer
 from kvire.store.level import Level
-from kvire.store.loader import Loader, _Flight, _Workers
+from kvire.store.loader import Loader, _Flight
 from kvire.store.memory import MemoryTier
 from kvire.store.ticket import LoadState, Ticket
+from kvire.store.workers import Workers
 from kvire.store.write_behind import WriteBehind
 from kvire.store.write_queue import WriteQueue
 
@@ -299,8 +300,8 @@ def one_tenant_may_evict_all(patch: pytest.MonkeyPatch) -> None:
 
 def threads_stay(patch: pytest.MonkeyPatch) -> None:
     """Closing ends nothing."""
-    patch.setattr(_Workers, "stop", lambda self: None)
-    patch.setattr(_Workers, "join", lambda self, end: None)
+    patch.setattr(Workers, "stop", lambda self: None)
+    patch.setattr(Workers, "join", lambda self, end: None)
 
 
 def salts_are_noted(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ whatever a remote tier does.
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +23,7 @@ from kvire.store.epochs import Mark
 from kvire.store.level import Level
 from kvire.store.ticket import Failure, FailureReason, LoadState, Ticket, Wanted
 from kvire.store.tier import Buffer
+from kvire.store.workers import Workers
 
 LOCAL_THREADS = 2  # a third only waits for the interpreter: docs/adr/0015-tiered-store.md
 REMOTE_THREADS = 4
@@ -33,7 +33,6 @@ LEAST_TIMEOUT_S = 1e-3
 
 log = logging.getLogger(__name__)
 
-Work = Iterator[Callable[[], None]]
 # A block that was read, its KV, where it came from, and the marks of the load's tenants.
 Promote = Callable[[BlockRecord, Buffer, Level, Mapping[str, Mark]], None]
 
@@ -44,73 +43,6 @@ class Prefetching(Protocol):
 
     def prefetch(self, ids: Sequence[BlockId]) -> None:
         """These will be read soon, in this order. Returns at once."""
-
-
-class _Workers:
-    """Threads over a queue of work, oldest first. Each item hands out pieces, which may run side by side."""
-
-    def __init__(self, name: str, threads: int) -> None:
-        self._lock = threading.Lock()
-        self._condition = threading.Condition(self._lock)
-        self._plans: deque[Callable[[], None]] = deque()  # before all reads: they tell loads of each other
-        self._work: deque[Work] = deque()
-        self._running = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"kvire load {name}", daemon=True) for _ in range(threads)
-        ]
-
-    def start(self) -> None:
-        self._running = True
-        for thread in self._threads:
-            thread.start()
-
-    def plan(self, plan: Callable[[], None]) -> None:
-        with self._lock:
-            self._plans.append(plan)
-            self._condition.notify()
-
-    def add(self, work: Work) -> None:
-        with self._lock:
-            self._work.append(work)
-            self._condition.notify()
-
-    def stop(self) -> None:
-        with self._lock:
-            self._running = False
-            self._plans.clear()
-            self._work.clear()
-            self._condition.notify_all()
-
-    def join(self, end: float) -> None:
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, end - time.monotonic()))
-
-    def _run(self) -> None:
-        while (piece := self._next()) is not None:
-            try:
-                piece()
-            except Exception:  # a bug in one piece must not end the thread: later loads would wait for ever
-                log.exception("a piece of a load failed")
-
-    def _next(self) -> Callable[[], None] | None:
-        with self._lock:
-            while self._running:
-                if (piece := self._piece()) is not None:
-                    # Whoever has begun wakes the next: woken together, they may share one core for milliseconds.
-                    self._condition.notify()
-                    return piece
-                self._condition.wait()
-            return None
-
-    def _piece(self) -> Callable[[], None] | None:
-        if self._plans:
-            return self._plans.popleft()
-        while self._work:
-            if (piece := next(self._work[0], None)) is not None:
-                return piece
-            self._work.popleft()
-        return None
 
 
 @dataclass(slots=True, eq=False)
@@ -154,9 +86,9 @@ class Loader:
         self._lock = threading.Lock()
         self._flights: dict[tuple[BlockId, int], _Flight] = {}  # by block and place: LOCAL, or of the remote tier
         self._tickets: set[Ticket] = set()
-        self._planner = _Workers("plan", 1 if self._local else 0)  # goes on while a local tier is slow
-        self._local_workers = _Workers("local", LOCAL_THREADS if self._local else 0)
-        self._remote_workers = [_Workers(level.name, REMOTE_THREADS) for level in self._remote]
+        self._planner = Workers("plan", 1 if self._local else 0)  # goes on while a local tier is slow
+        self._local_workers = Workers("local", LOCAL_THREADS if self._local else 0)
+        self._remote_workers = [Workers(level.name, REMOTE_THREADS) for level in self._remote]
         self._running = False
         self._flying = 0  # local flights
         self.idle = threading.Event()  # no local read is to be done: others may take the interpreter
