@@ -112,6 +112,25 @@ def test_a_broken_sector_costs_the_block_that_lies_there(tmp_path):
         assert fetched(level, records) == [None if i == 9 else bytes(kv_of(r)) for i, r in enumerate(records)]
 
 
+def test_a_segment_that_is_gone_is_a_miss_and_no_trouble_with_the_disk(tmp_path):
+    records = chain(12)
+
+    def gone(name, _):
+        if name in {"open", "read"}:  # of a segment: whether it was open already is the other thread's affair
+            raise FileNotFoundError(errno.ENOENT, "another process removed the segment")
+
+    files = WatchedFiles(lambda *_: None)
+    with opened("disk", tmp_path, files) as tier:
+        for record in records:
+            put(tier, record)
+        level = Level(tier, FRAMES)
+        assert tier.held([record.id for record in records]) == [True] * 12
+        files.watch = gone
+        assert fetched(level, records) == [None] * 12
+        files.watch = lambda *_: None
+        assert tier.stats().unavailable == 0 and not tier.degraded
+
+
 def test_blocks_replaced_while_a_run_reads_them_come_whole_or_not_at_all(tmp_path):
     """S11: a run does not look at slots twice as single reads do; the checksums have to tell."""
     for kind in ("memory", "disk"):

@@ -94,7 +94,10 @@ class DiskReader:
         for run in _side_by_side([(places[ids[i]], i) for _, i in there]):
             first = places[ids[run[0]]]
             wanted = [_first(buffers[i], places[ids[i]].frame_bytes) for i in run]
-            read = folder.segments.read_run(first.slot, first.slot_bytes, wanted)
+            try:
+                read = folder.segments.read_run(first.slot, first.slot_bytes, wanted)
+            except FileNotFoundError:  # another process removed the segment: misses, and no trouble with the disk
+                continue
             for i, (head, got) in zip(run, read, strict=True):
                 place = places[ids[i]]
                 if _is_frame(head, got, ids[i], place, place.frame_bytes):
