@@ -35,6 +35,7 @@ from kvire.store.disk import DiskTier
 from kvire.store.keyring import Keyring
 from kvire.store.memory import MemoryTier
 from kvire.store.open import unsealed
+from kvire.store.place import DISK_BYTES
 from kvire.store.remote import open_remote
 from kvire.store.ticket import LoadState, Wanted
 from kvire.store.tiered import TieredStore
@@ -93,8 +94,8 @@ def stores(folder: Path) -> Iterator[tuple[str, TieredStore]]:
     def over(tier, frames, keys=keyring) -> TieredStore:
         return TieredStore([(tier, frames)], keys, config, buffer_bytes=2 * TOTAL_BYTES)
 
-    size = 3 * TOTAL_BYTES
-    yield MEMORY, over(MemoryTier(size), Frames(unsealed(keyring)))
+    size = DISK_BYTES  # as by default: it decides how large the files are
+    yield MEMORY, over(MemoryTier(3 * TOTAL_BYTES), Frames(unsealed(keyring)))
     yield CHECKED, over(DiskTier(folder / "checked", size), Frames(open_keys.tenant), open_keys)
     yield SEALED, over(DiskTier(folder / "sealed-warm", size), Frames(keyring.tenant))
     yield COLD, over(DiskTier(folder / "sealed", size), Frames(keyring.tenant))

@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId
 from kvire.store.disk import DiskTier
 from kvire.store.disk_segments import Head
+from kvire.store.files import Files
 
 
 @pytest.fixture
@@ -394,32 +396,48 @@ def test_any_bit_of_a_head_matters() -> None:
     assert Head.decode(encoded[:-1]) is None
 
 
-def test_reads_ahead_only_where_there_is_something(tmp_path: Path) -> None:
+def test_reads_ahead_in_runs_and_only_where_there_is_something(tmp_path: Path) -> None:
     asked: list[tuple[int, int]] = []
     files = WatchedFiles(lambda name, args: asked.append(args[1:]) if name == "read_ahead" else None)
     with DiskTier(tmp_path, 16 * MIB, files=files) as tier:
-        for number in range(4):
+        for number in range(6):
             put(tier, record_of(number))
         files.is_cached = lambda _, offset: 20_480 <= offset < 2 * 20_480  # of block 1 all, of the others nothing
-        wanted = [record_of(number).id for number in (2, 77, 1, 0)]
+        wanted = [record_of(number).id for number in (3, 4, 5, 2, 77, 1, 0)]
         tier.prefetch(wanted)  # before anybody has looked where they are
         tier.held(wanted)
         tier.prefetch(wanted)
-        assert until(lambda: len(asked) == 2)
-        assert asked == [(2 * 20_480, 192 + FRAME_BYTES), (0, 192 + FRAME_BYTES)]
+        assert until(lambda: len(asked) == 3)
+        one = 192 + FRAME_BYTES
+        assert asked == [(3 * 20_480, 2 * 20_480 + one), (2 * 20_480, one), (0, one)]
+
+
+def test_what_is_read_ahead_is_in_memory_then() -> None:
+    files = Files()
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(3 << 20))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        offsets = range(0, 3 << 20, 4096)
+        if all(files.is_cached(file.fileno(), offset) for offset in offsets):
+            pytest.skip("this file system keeps its files in memory")
+        files.read_ahead(file.fileno(), 4096, (2 << 20) + 4096)
+        assert all(files.is_cached(file.fileno(), offset) for offset in offsets[1 : 2 + (2 << 20) // 4096])
+
+
+def test_an_error_while_reading_ahead_is_nobody_s(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with DiskTier(tmp_path, 16 * MIB, files=files) as tier:
+        put(tier, record_of(1))
         tier.held([record_of(1).id])
-        files.watch = FaultyFiles(1, 1 << 60, errno.EIO).watch
-        files.is_cached = lambda _, offset: False
-        tier.prefetch([record_of(1).id])  # nobody hears of it
-        files.watch = lambda *_: None
-        assert until(lambda: get_safely(tier) == 0)
-
-
-def get_safely(tier: DiskTier) -> int | None:
-    try:
-        return get(tier, record_of(1))
-    except TierUnavailable:
-        return None
+        files.is_cached = lambda *_: False
+        files.fail_from_now(errno.EIO, only=("read_ahead",))
+        tier.prefetch([record_of(1).id])
+        assert until(lambda: files.failed == ["read_ahead"])
+        tier._prefetcher.close()  # it has done what it does about it
+        assert tier.stats().unavailable == 0
+        assert get(tier, record_of(1)) == 0
 
 
 def test_close_leaves_no_thread_and_no_file_open(tmp_path: Path) -> None:

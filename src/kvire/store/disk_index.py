@@ -89,6 +89,10 @@ class Place:
     slot_bytes: int
     frame_bytes: int
 
+    def is_before(self, other: "Place") -> bool:
+        """Whether the other slot begins where this one ends."""
+        return other.slot == self.slot + 1 and other.slot_bytes == self.slot_bytes
+
 
 def is_damage(error: Exception) -> bool:
     """Whether an error says that the file is no good, rather than busy, full or out of reach."""

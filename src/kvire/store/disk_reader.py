@@ -132,8 +132,7 @@ def _side_by_side(places: Sequence[tuple[Place, int]]) -> Iterator[list[int]]:
     run: list[int] = []
     before: Place | None = None
     for place, number in places:
-        follows = before and place.slot == before.slot + 1 and place.slot_bytes == before.slot_bytes
-        if run and (not follows or len(run) == MOST_AT_ONCE):
+        if run and not (before and before.is_before(place) and len(run) < MOST_AT_ONCE):
             yield run
             run = []
         run.append(number)

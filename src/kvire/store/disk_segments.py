@@ -247,9 +247,9 @@ class SegmentFiles:
             for start in range(offset, end, len(_ZEROS)):
                 self._files.write(fd, _ZEROS[: end - start], start)
 
-    def read_ahead(self, slot: int, slot_bytes: int, frame_bytes: int) -> None:
-        """Have the kernel fetch a slot before it is read, unless its first and last byte are there."""
-        offset, length = place_of(slot) * slot_bytes, HEAD_BYTES + frame_bytes
+    def read_ahead(self, slot: int, slot_bytes: int, length: int) -> None:
+        """Bring the slot's head and `length` bytes from there on into memory, unless the first and last are there."""
+        offset, length = place_of(slot) * slot_bytes, HEAD_BYTES + length
         with self._borrow(segment_of(slot), slot_bytes) as fd:
             if not (self._files.is_cached(fd, offset) and self._files.is_cached(fd, offset + length - 1)):
                 self._files.read_ahead(fd, offset, length)

@@ -17,10 +17,9 @@ from typing import Any
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# The kernel reads ahead at most this much for one POSIX_FADV_WILLNEED, whatever length it names.
-READ_AHEAD_BYTES = 256 * 1024
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 _SAFELY = os.O_NOFOLLOW | os.O_CLOEXEC
+_THROWN_AWAY = memoryview(bytearray(1 << 20))  # where bytes go that are only wanted in the kernel's memory
 
 
 class Files:
@@ -114,10 +113,9 @@ class Files:
             return False
 
     def read_ahead(self, fd: int, offset: int, length: int) -> None:
-        """Ask the kernel to have this range in memory soon."""
-        for start in range(offset, offset + length, READ_AHEAD_BYTES):
-            size = min(READ_AHEAD_BYTES, offset + length - start)
-            os.posix_fadvise(fd, start, size, os.POSIX_FADV_WILLNEED)
+        """Have this range in memory afterwards. By reading: a mere request is cut into small ones by the kernel."""
+        for start in range(offset, offset + length, len(_THROWN_AWAY)):
+            os.preadv(fd, [_THROWN_AWAY[: offset + length - start]], start)
 
     def lock(self, fd: int, byte: int) -> bool:
         """Lock one byte of a file for this open file; False if another holds it. It ends with the process or the fd."""
