@@ -5,7 +5,6 @@ import os
 import sqlite3
 import struct
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -69,16 +68,6 @@ def get(tier: DiskTier, record: BlockRecord, size: int = FRAME_BYTES) -> int | N
 
 def held(tier: DiskTier, records: Sequence[BlockRecord]) -> list[bool]:
     return tier.held([record.id for record in records])
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    """Wait until it holds; False if it does not in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def disk_usage(folder: Path) -> int:

@@ -7,15 +7,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import redis
-
-START_S = 30.0
+from harness.waiting import until
 
 
 def free_port() -> int:
@@ -90,13 +88,12 @@ def _running(program: list[str], log: Path) -> Iterator[None]:
 
 
 def _wait_until(is_so: Callable[[], object]) -> None:
-    end = time.monotonic() + START_S
-    while True:
+    def answers() -> object:
         with contextlib.suppress(OSError, redis.RedisError):
-            if is_so():
-                return
-        assert time.monotonic() < end, "the server did not start"
-        time.sleep(0.05)
+            return is_so()
+        return False
+
+    until(answers, lambda: "the server did not start", every_s=0.05)
 
 
 def _cluster_port() -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.waiting import until
 from store.disk_cases import (
     FRAME_BYTES,
     MIB,
@@ -25,7 +26,6 @@ from store.disk_cases import (
     put,
     record_of,
     records_of,
-    until,
     version_in,
 )
 
@@ -186,7 +186,7 @@ def test_a_new_size_of_frames_takes_room_from_an_old_one(tmp_path: Path) -> None
             assert put(tier, record_of(number), size=100_000)
             assert get(tier, record_of(number), 100_000) == 0
         assert disk_usage(tmp_path) <= 8 * MIB
-        assert until(lambda: sum(held(tier, [record_of(number) for number in range(1000, 1040)])) > 20)
+        until(lambda: sum(held(tier, [record_of(number) for number in range(1000, 1040)])) > 20)
 
 
 def test_deletes_and_does_not_bring_back(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_deletes_and_does_not_bring_back(tmp_path: Path) -> None:
         assert tier.stats().evictions == {"damaged": 1}
     (tmp_path / "index.db").unlink()
     with DiskTier(tmp_path, 16 * MIB) as tier:
-        assert until(lambda: held(tier, sequence)[:3] == [True] * 3)
+        until(lambda: held(tier, sequence)[:3] == [True] * 3)
         assert held(tier, sequence[3:]) == [False]
 
 
@@ -282,7 +282,7 @@ def test_a_smaller_limit_is_kept_after_restart(tmp_path: Path) -> None:
         for record in records:
             put(tier, record)
     with DiskTier(tmp_path, 6 * MIB) as tier:
-        assert until(lambda: disk_usage(tmp_path) <= 6 * MIB)
+        until(lambda: disk_usage(tmp_path) <= 6 * MIB)
         while tier._upkeep.round():
             pass
         here = held(tier, records)
@@ -407,7 +407,7 @@ def test_reads_ahead_in_runs_and_only_where_there_is_something(tmp_path: Path) -
         tier.prefetch(wanted)  # before anybody has looked where they are
         tier.held(wanted)
         tier.prefetch(wanted)
-        assert until(lambda: len(asked) == 3)
+        until(lambda: len(asked) == 3)
         one = 192 + FRAME_BYTES
         assert asked == [(3 * 20_480, 2 * 20_480 + one), (2 * 20_480, one), (0, one)]
 
@@ -434,7 +434,7 @@ def test_an_error_while_reading_ahead_is_nobody_s(tmp_path: Path) -> None:
         files.is_cached = lambda *_: False
         files.fail_from_now(errno.EIO, only=("read_ahead",))
         tier.prefetch([record_of(1).id])
-        assert until(lambda: files.failed == ["read_ahead"])
+        until(lambda: files.failed == ["read_ahead"])
         tier._prefetcher.close()  # it has done what it does about it
         assert tier.stats().unavailable == 0
         assert get(tier, record_of(1)) == 0

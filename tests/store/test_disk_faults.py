@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.waiting import until
 from store.disk_cases import (
     MIB,
     ROOT,
@@ -18,7 +19,6 @@ from store.disk_cases import (
     put,
     record_of,
     records_of,
-    until,
 )
 
 from kvire.core.errors import BlockMissing, TierUnavailable
@@ -144,7 +144,7 @@ def test_a_tier_that_fails_says_so_at_once_and_is_back_by_itself(tmp_path: Path)
                 get(tier, record_of(1))
         assert files.calls - calls < 20, "those calls were not tried"
         files.mend()
-        assert until(lambda: works(tier), 10)
+        until(lambda: works(tier))
         assert tier.degraded == "" and tier.stats().unavailable >= 3
 
 
@@ -179,4 +179,4 @@ def test_a_folder_that_cannot_be_entered_is_no_error_of_a_request(tmp_path: Path
         tier.prefetch([record_of(1).id])
         assert tier.stats().limit_bytes == 16 * MIB
         files.mend()
-        assert until(lambda: works(tier))
+        until(lambda: works(tier))

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store.disk_cases import MIB, WatchedFiles, disk_usage, get, held, put, record_of, until
+from harness.waiting import until
+from store.disk_cases import MIB, WatchedFiles, disk_usage, get, held, put, record_of
 
 from kvire.core.errors import TierUnavailable
 from kvire.store.disk import DiskTier
@@ -127,7 +128,7 @@ def test_a_file_system_that_others_fill_costs_writes_and_nothing_else(small_file
                 assert get(tier, record) == 0  # reading goes on
         assert number > 20, outcomes
         (small_file_system / "of somebody else").unlink()
-        assert until(lambda: kept(tier))
+        until(lambda: kept(tier))
         assert tier.degraded == ""
         assert all(get(tier, record) == 0 for record, here in zip(records, held(tier, records), strict=True) if here)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.waiting import until
 from store.disk_cases import (
     MIB,
     OTHER_TENANT,
@@ -21,7 +22,6 @@ from store.disk_cases import (
     put,
     record_of,
     records_of,
-    until,
 )
 
 from kvire.core.errors import BlockMissing, TierUnavailable
@@ -112,8 +112,7 @@ def test_a_lost_index_is_made_again_from_the_segments(tmp_path: Path, how: str) 
     else:
         index.write_bytes(damaged)
     with DiskTier(tmp_path, 16 * MIB) as tier:
-        found = until(lambda: hits_if_available(tier) == 300)
-        assert found, (sum(held(tier, EACH)), tier.stats())
+        until(lambda: hits_if_available(tier) == 300, lambda: f"{sum(held(tier, EACH))} of 300, {tier.stats()}")
         for entry in tier.entries():
             old = before[entry.id]
             assert (entry.parent, entry.root, entry.tenant_tag, entry.index, entry.frame_bytes, entry.created) == (

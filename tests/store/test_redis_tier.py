@@ -15,6 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from store import remote_stubs as stubs
 from store import servers
 from store.blocks import chain, frame_of, kv_of, tenant_key
 
@@ -369,3 +370,21 @@ def _certificate(folder: Path) -> tuple[Path, Path]:
     pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     paths[1].write_bytes(key.private_bytes(pem, form, serialization.NoEncryption()))
     return paths
+
+
+def test_a_name_that_the_server_lists_twice_counts_once():
+    """SCAN may tell a name again, in one reply or in several, while the server's table grows or shrinks."""
+    one, two, three = (block_name(record.id).encode() for record in chain(3))
+    pages = {b"0": (b"7", [one, two, two]), b"7": (b"0", [two, three])}
+
+    def answer(words: list[bytes]) -> bytes:
+        if words[0] != b"SCAN":
+            return b"+OK\r\n" if words[0] == b"CLIENT" else b":1\r\n"
+        cursor, names = pages[words[1]]
+        listed = b"".join(map(stubs.redis_value, names))
+        return b"*2\r\n%b*%d\r\n%b" % (stubs.redis_value(cursor), len(names), listed)
+
+    with stubs.Stub(stubs.redis_request, lambda words: iter([answer(words)])) as server:
+        tier = open_remote(f"redis://127.0.0.1:{server.port}", timeout_s=5)
+        assert tier.clear() == 3
+        tier.close()

@@ -68,12 +68,13 @@ class RedisBackend:
             _whole(reply)
 
     def names(self, prefix: str, timeout_s: float) -> Iterator[list[str]]:
-        """SCAN of every node that owns slots."""
+        """SCAN of every node that owns slots; a name that it tells twice, as it may, is told once."""
         for server in self._nodes.primaries(Deadline(timeout_s)):
-            cursor, found = "0", list[str]()
+            cursor, found, told = "0", list[str](), set[str]()
             while True:
                 cursor, more = self._scan(server, cursor, prefix, Deadline(timeout_s))
-                found += more
+                found += [name for name in dict.fromkeys(more) if name not in told]
+                told.update(more)
                 while len(found) >= BATCH or (found and cursor == "0"):
                     yield found[:BATCH]
                     found = found[BATCH:]
