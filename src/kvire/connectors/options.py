@@ -1,6 +1,7 @@
 """A store's options as an engine's configuration gives them: by the names that they have for `kvire serve`."""
 
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +21,7 @@ STORE_OPTIONS: Mapping[str, tuple[type, ...]] = {
     "store_ttl": (int, float),
     "load_timeout": (int, float),
 }
+SECONDS = ("store_ttl", "load_timeout")
 
 
 def store_config(
@@ -37,6 +39,8 @@ def store_config(
         if not isinstance(value, kinds[name]) or (isinstance(value, bool) and bool not in kinds[name]):
             wanted = " or ".join(kind.__name__ for kind in kinds[name])
             raise ConfigError(f"{name} in {where} is a {wanted}, got {value!r}")
+        if name in SECONDS and isinstance(value, (int, float)) and not 0 < value < inf:
+            raise ConfigError(f"{name} in {where} is a number of seconds above 0, got {value!r}")
     remote = given.get("remote", [])
     urls = [remote] if isinstance(remote, str) else remote
     if not all(isinstance(url, str) for url in urls):

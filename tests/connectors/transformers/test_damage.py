@@ -1,10 +1,11 @@
 """What is missing, damaged, slow or gone is a shorter hit; and nothing is computed on KV of other tokens."""
 
-import time
+import threading
 
 import pytest
 import torch
 from harness.plain_generate import greedy, prompt, tiny
+from harness.waiting import PATIENCE_S, until
 
 from kvire.codec.frame import Frames
 from kvire.connectors.transformers import StoredCache
@@ -21,22 +22,28 @@ from kvire.store.tiered import TieredStore
 IDS = prompt(100)
 
 
-class Slow:
-    """A tier that takes `read_s` longer for each block that is not a quick one, and has no other way to read."""
+class Stalling:
+    """A tier whose reads wait for `goes_on`, but for those of quick blocks; it has no other way to read."""
 
     read_run = lent = None
 
-    def __init__(self, tier, read_s) -> None:
-        self._tier, self._read_s = tier, read_s
+    def __init__(self, tier) -> None:
+        self._tier = tier
+        self.goes_on = threading.Event()
         self.quick: set[BlockId] = set()
+        self.reading = 0  # that wait, or are about to
 
     def __getattr__(self, name):
         return getattr(self._tier, name)
 
     def read(self, block_id, buffers, timeout_s=None) -> int:
-        if block_id not in self.quick:
-            time.sleep(self._read_s)
-        return self._tier.read(block_id, buffers, timeout_s)
+        if block_id in self.quick:
+            return self._tier.read(block_id, buffers, timeout_s)
+        self.reading += 1
+        self.goes_on.wait(3 * PATIENCE_S)
+        length = self._tier.read(block_id, buffers, timeout_s)
+        self.reading -= 1
+        return length
 
 
 def _keys(stored) -> list:
@@ -111,22 +118,23 @@ def test_a_block_damaged_behind_the_index_moves_a_window(tmp_path, config) -> No
 @pytest.mark.parametrize("sound", [0, 3])
 def test_a_tier_slower_than_computing_is_not_waited_for(model, config, monkeypatch, sound) -> None:
     """What came in time is used; and a tier that is known to be slow is not asked again."""
-    monkeypatch.setattr("kvire.plan.cost.PrefillSpeed.seconds", lambda *_: 0.5)
+    monkeypatch.setattr("kvire.plan.cost.PrefillSpeed.seconds", lambda *_: 2.0 if sound else 0.5)
     keyring = Keyring(config.key_file)
-    slow = Slow(MemoryTier(config.disk_bytes), 1.5)
-    with TieredStore([(slow, Frames(unsealed(keyring)))], keyring, config) as store:
+    stalling = Stalling(MemoryTier(config.disk_bytes))
+    with TieredStore([(stalling, Frames(unsealed(keyring)))], keyring, config) as store:
         stored = StoredCache.open(model, store)
         answer = stored.generate(IDS, **greedy(20))
         store.flush(10)
-        for key in _keys(stored)[:sound]:
-            slow.quick.add(BlockId(key, 0))
-        for reused in (sound * 16, 0):
-            begin = time.monotonic()
-            assert torch.equal(stored.generate(IDS, **greedy(20)), answer)
-            assert time.monotonic() - begin < 1.5
-            assert stored.report.reused_tokens == reused
-            assert stored.report.miss is MissReason.SLOWER
-            time.sleep(2)
+        stalling.quick = {BlockId(key, 0) for key in _keys(stored)[:sound]}
+        assert torch.equal(stored.generate(IDS, **greedy(20)), answer)
+        assert stalling.reading, "it came back while they still wait"
+        assert (stored.report.reused_tokens, stored.report.miss) == (sound * 16, MissReason.SLOWER)
+        stalling.goes_on.set()
+        until(lambda: not stalling.reading)
+        stalling.goes_on.clear()
+        assert torch.equal(stored.generate(IDS, **greedy(20)), answer)
+        assert not stalling.reading
+        assert (stored.report.reused_tokens, stored.report.miss) == (0, MissReason.SLOWER)
 
 
 def test_other_tokens_than_the_prompts_are_not_computed_on_its_kv(model) -> None:

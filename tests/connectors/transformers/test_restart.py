@@ -6,8 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
+from connectors.store_commands import sound_and_whole
+from harness.plain_generate import greedy, prompt
 from harness.waiting import PATIENCE_S
 
+from kvire.connectors.transformers import StoredCache
 from kvire.models.resolve import resolve
 
 LOWEST = "KVIRE_TRANSFORMERS_LOW_PYTHON"
@@ -47,6 +51,14 @@ def test_the_next_process_loads(checkpoint, tmp_path) -> None:
     (cold, answer), (warm, again) = (_answer(checkpoint, tmp_path, 100) for _ in range(2))
     assert (cold, warm) == (0, 96)
     assert answer == again
+
+
+def test_kvire_store_reads_what_was_written(model, config) -> None:
+    pytest.importorskip("kvire.cli.main", reason="the command line is not installed here", exc_type=ImportError)
+    with StoredCache.open(model, config) as stored:
+        stored.generate(prompt(100), **greedy(16))
+    engine = f"transformers {transformers.__version__} "
+    sound_and_whole(config.path, config.key_file, engine=engine, least_blocks=7)
 
 
 @pytest.mark.model

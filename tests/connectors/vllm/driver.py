@@ -46,6 +46,11 @@ def listen(endpoint: str) -> Any:
     return socket
 
 
+def margin(choices: Any) -> float:
+    best = sorted((choice.logprob for choice in choices.values()), reverse=True)
+    return float(best[0] - best[1])
+
+
 class Driver:
     def __init__(self, start: dict[str, Any]) -> None:
         from vllm import LLM
@@ -56,12 +61,11 @@ class Driver:
         arguments |= events_to(endpoint)
         self.llm = LLM(
             start["model"],
-            dtype="float32",
             enforce_eager=True,
             gpu_memory_utilization=0.1,
             kv_cache_memory_bytes=start.get("kv_bytes", 64 << 20),
             disable_log_stats=False,
-            **{"skip_tokenizer_init": True, "max_model_len": 2048}
+            **{"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 2048}
             | start.get("arguments", {})
             | arguments
             | events_to(endpoint),
@@ -74,8 +78,12 @@ class Driver:
         max_tokens: int = 8,
         salts: list[str | None] | None = None,
         aborts: dict[str, int] | None = None,
+        *,
+        gaps: bool = False,
     ) -> dict[str, Any]:
-        """All at once. aborts: after so many steps, the prompt of that number."""
+        """All at once. aborts: after so many steps, the prompt of that number. gaps: also tell how much likelier each
+        token was than the next best one, in nat.
+        """
         from vllm import SamplingParams
 
         engine = self.llm.llm_engine
@@ -85,23 +93,29 @@ class Driver:
             if salts and salts[i]:
                 wanted["cache_salt"] = salts[i]
             self.number += 1
-            sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+            sampling = SamplingParams(
+                temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=2 if gaps else None
+            )
             names[str(self.number)] = names[engine.add_request(str(self.number), wanted, sampling)] = i
         tokens: list[list[int]] = [[] for _ in prompts]
         cached: list[int | None] = [None] * len(prompts)
         first: list[float | None] = [None] * len(prompts)
+        margins: list[list[float]] = [[] for _ in prompts]
         steps = 0
         while engine.has_unfinished_requests():
             for output in engine.step():
                 i = names[output.request_id]
                 tokens[i] = list(output.outputs[0].token_ids)
                 cached[i] = output.num_cached_tokens
+                if gaps:
+                    margins[i] = [margin(choices) for choices in output.outputs[0].logprobs]
                 first[i] = first[i] or time.perf_counter() - began
             steps += 1
             for number, after in (aborts or {}).items():
                 if after == steps:
                     engine.abort_request([name for name, i in names.items() if i == int(number)])
-        return {"tokens": tokens, "cached": cached, "first_s": first, "seconds": time.perf_counter() - began}
+        seconds = time.perf_counter() - began
+        return {"tokens": tokens, "cached": cached, "first_s": first, "seconds": seconds, "gaps": margins}
 
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = {}

@@ -4,7 +4,9 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from connectors.vllm.driver import ANSWER
@@ -20,16 +22,26 @@ class EngineGoneError(Exception):
 
 
 class Vllm:
-    """One engine. spawns: whether vLLM makes processes of its own for scheduler and worker, as `vllm serve` does."""
+    """One engine. spawns: whether vLLM makes processes of its own for scheduler and worker, as `vllm serve` does.
+    environment: more of it. python: another one than PYTHON names.
+    """
 
     def __init__(
-        self, model: Path, options: dict[str, Any] | None, log: Path, *, spawns: bool = False, **start: Any
+        self,
+        model: Path,
+        options: dict[str, Any] | None,
+        log: Path,
+        *,
+        spawns: bool = False,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        python: str | None = None,
+        **start: Any,
     ) -> None:
         wanted = {"model": str(model), "options": options, **start}
         self._log = log.open("w")
         self.log = log
         self.process = subprocess.Popen(
-            [os.environ[PYTHON], str(DRIVER), json.dumps(wanted)],
+            [python or os.environ[PYTHON], str(DRIVER), json.dumps(wanted)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -40,7 +52,8 @@ class Vllm:
                 "PYTHONPATH": str(Path(kvire.__file__).parents[1]),
                 "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(spawns)),
                 "OMP_NUM_THREADS": "1",
-            },
+            }
+            | environment,
         )
         self.answer()
 

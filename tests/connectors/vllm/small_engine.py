@@ -7,12 +7,14 @@ token is a function of all tokens up to it, so that `forward` can check everythi
 """
 
 import random
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from harness import waiting
 
 from kvire.connectors.vllm.groups import Group
 from kvire.connectors.vllm.messages import Facts
@@ -24,8 +26,10 @@ from kvire.store.tiered import TieredStore
 
 TOKENS = 4  # of a block
 HEADS, WIDTH = 2, 3
+BLOCK_BYTES = 2 * HEADS * TOKENS * WIDTH * 8  # of two layers in float64
 FULL = (Group(("layer.0", "layer.1"), "full", None),)
 MIXED = (*FULL, Group(("layer.2",), "sliding", 7))
+NAMESPACE = Namespace("weights", "config", "test", "float64", "test", TOKENS)
 
 
 @dataclass(eq=False)
@@ -56,7 +60,14 @@ class SmallEngine:
     """One scheduler and one worker over `store`."""
 
     def __init__(
-        self, store: TieredStore, groups: tuple[Group, ...] = FULL, *, blocks: int = 64, seed: int = 0
+        self,
+        store: TieredStore,
+        groups: tuple[Group, ...] = FULL,
+        *,
+        blocks: int = 64,
+        seed: int = 0,
+        namespace: Namespace = NAMESPACE,
+        probe_s: float = waiting.PATIENCE_S,
     ) -> None:
         self.random = random.Random(seed)
         self.groups = groups
@@ -65,8 +76,7 @@ class SmallEngine:
         ]
         pages = [open_pages(layers, blocks) for layers in self.tensors]
         facts = Facts("test", "float64", "test", tuple(one.row_bytes for one in pages))
-        namespace = Namespace("weights", "config", "test", "float64", "test", TOKENS)
-        self.scheduler = SchedulerSide(store, groups, TOKENS, namespace=namespace, facts=facts)
+        self.scheduler = SchedulerSide(store, groups, TOKENS, namespace=namespace, facts=facts, probe_s=probe_s)
         self.worker = WorkerSide(store, pages)
         self.free = list(range(1, blocks))  # 0 is vLLM's null block; oldest first
         self.cached: dict[tuple[int, tuple[int, ...]], int] = {}  # (group, all tokens up to its end) -> block
@@ -76,6 +86,17 @@ class SmallEngine:
 
     def add(self, request: Request) -> Request:
         self.requests[request.request_id] = request
+        return request
+
+    def run(self, request: Request, answer: int = 3, drafts: int = 0) -> Request:
+        """Until it has so many new tokens, and is over."""
+        self.add(request)
+        end = time.monotonic() + waiting.PATIENCE_S
+        while request.num_tokens < request.num_prompt + answer:
+            assert time.monotonic() < end, f"request {request.request_id} never ended: {request.state}"
+            self.step(drafts=drafts)
+        self.finish(request)
+        self.step()
         return request
 
     def step(self, budget: int = 12, drafts: int = 0) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from connectors.store_commands import sound_and_whole
+from connectors.vllm.checks import overlapping
 from models.tiny import make_tiny
 
 BLOCK = 32
@@ -40,12 +42,15 @@ Start = Callable[..., Any]
 def test_a_restarted_engine_gives_the_same_tokens_and_tells_what_it_loaded(
     llama: Path, tmp_path: Path, start: Start, *, spawns: bool
 ) -> None:
-    asked = prompts(24)
+    """And `kvire store` reads what vLLM wrote. S21: the two engines have different hash seeds."""
+    asked = overlapping(40, seed=0)
     with start(llama, None, arguments=SMALL) as alone:
         expected = alone("generate", prompts=asked)["tokens"]
-    with start(llama, options(tmp_path), arguments=SMALL, spawns=spawns) as cold:
+    seed = {"PYTHONHASHSEED": "1"}
+    with start(llama, options(tmp_path), arguments=SMALL, spawns=spawns, environment=seed) as cold:
         assert cold("generate", prompts=asked)["tokens"] == expected
-    with start(llama, options(tmp_path), arguments=SMALL, spawns=spawns) as warm:
+    seed = {"PYTHONHASHSEED": "12345"}
+    with start(llama, options(tmp_path), arguments=SMALL, spawns=spawns, environment=seed) as warm:
         again = warm("generate", prompts=asked)
         figures = warm("metrics")
         assert again["tokens"] == expected
@@ -53,6 +58,8 @@ def test_a_restarted_engine_gives_the_same_tokens_and_tells_what_it_loaded(
         assert figures["kvire_matched_tokens disk"] == sum(again["cached"])
         assert figures["prompt_tokens"] == sum(map(len, asked))
         assert figures["external_prefix_cache_hits"] == sum(again["cached"])
+    stored = {tuple(prompt[:stop]) for prompt in asked for stop in range(BLOCK, len(prompt) + 1, BLOCK)}
+    sound_and_whole(tmp_path / "store", tmp_path / "keys" / "k.json", engine="vllm 0.", least_blocks=len(stored))
 
 
 def test_what_vllm_does_to_requests(llama: Path, tmp_path: Path, start: Start) -> None:
@@ -106,6 +113,7 @@ def test_groups_with_windows(tmp_path_factory: pytest.TempPathFactory, tmp_path:
 
 
 def test_tenants_by_cache_salt_share_nothing(llama: Path, tmp_path: Path, start: Start) -> None:
+    """S20: on the device and in the store."""
     asked = prompts(4, seed=4)
     with start(llama, options(tmp_path), arguments=SMALL) as engine:
         for salt, hits in (("a", False), ("b", False), ("a", True), (None, False)):
@@ -120,14 +128,19 @@ def test_tenants_by_cache_salt_share_nothing(llama: Path, tmp_path: Path, start:
 
 
 def test_another_model_or_shape_finds_nothing(llama: Path, tmp_path: Path, start: Start) -> None:
+    """S22, S23: other dtypes of the same size, block sizes, and weights under the same name; and back."""
     model = tmp_path / "model"
     shutil.copytree(llama, model)
     asked = prompts(4, seed=5)
-    arguments = SMALL | {"enable_prefix_caching": False}
+    arguments = SMALL | {"enable_prefix_caching": False, "dtype": "bfloat16"}
     with start(model, options(tmp_path), arguments=arguments) as first:
         first("generate", prompts=asked)
-    with start(model, options(tmp_path), arguments=arguments | {"block_size": 64}) as larger:
-        assert larger("generate", prompts=asked)["cached"] == [0] * 4
+    for other, differs in (({"block_size": 64}, "block_size,spec"), ({"dtype": "float16"}, "kv_dtype,numerics,spec")):
+        with start(model, options(tmp_path), arguments=arguments | other) as engine:
+            assert engine("generate", prompts=asked)["cached"] == [0] * 4
+            engine("generate", prompts=asked[:1])  # what the connector counted comes with a later step
+            found = {name: n for name, n in engine("metrics").items() if name.startswith("kvire_foreign_requests")}
+            assert [name.split()[1] for name in found] == [differs], found
     make_tiny("llama", model, seed=1, head_dim=32)  # a fine-tune in place
     with start(model, None, arguments=arguments) as alone:
         expected = alone("generate", prompts=asked)["tokens"]

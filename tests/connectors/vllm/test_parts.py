@@ -1,4 +1,4 @@
-"""The connector's parts that need no vLLM: options, groups, pages, names, speeds, remote tiers, events."""
+"""The connector's parts that need no vLLM: groups, pages, names, speeds, remote tiers, events."""
 
 import subprocess
 import sys
@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from connectors.vllm.small_engine import FULL, Request, SmallEngine
+from connectors.vllm.small_engine import FULL, NAMESPACE, Request, SmallEngine
 
 from kvire.connectors.identity import connector_namespace, weight_files
-from kvire.connectors.options import store_config
 from kvire.connectors.vllm.events import Announcer
 from kvire.connectors.vllm.groups import read_groups
 from kvire.connectors.vllm.messages import Move, Outcome
@@ -25,14 +24,10 @@ from kvire.connectors.vllm.requests import Tracked, exclusion
 from kvire.connectors.vllm.stores import SharedStore
 from kvire.core.config import StoreConfig
 from kvire.core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
-from kvire.core.keys import BlockKey, Namespace
+from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId
 from kvire.plan.cost import Speed
 from kvire.store.tiered import TieredStore
-
-
-def vllm_config(given: dict[str, Any]) -> StoreConfig:
-    return store_config(given, "kv_connector_extra_config")
 
 
 def test_importing_it_needs_neither_vllm_nor_torch_nor_our_engine() -> None:
@@ -44,62 +39,6 @@ def test_importing_it_needs_neither_vllm_nor_torch_nor_our_engine() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-# Options
-
-
-def test_options_have_the_names_that_serve_gives_them(tmp_path: Path) -> None:
-    config = vllm_config(
-        {
-            "store": str(tmp_path / "s"),
-            "disk_size": "1GiB",
-            "ram": "2GB",
-            "remote": "redis://h",
-            "encrypt": False,
-            "key_file": "/k",
-            "store_ttl": 60,
-            "load_timeout": 2,
-        }
-    )
-    assert config == StoreConfig(
-        path=tmp_path / "s",
-        disk_bytes=1 << 30,
-        ram_bytes=2 * 10**9,
-        remote=("redis://h",),
-        encrypt=False,
-        key_file=Path("/k"),
-        ttl_s=60,
-        load_timeout_s=2,
-    )
-
-
-def test_without_a_place_it_is_the_one_of_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("KVIRE_STORE", str(tmp_path / "mine"))
-    assert vllm_config({}).path == tmp_path / "mine"
-    assert vllm_config({}).encrypt
-    assert vllm_config({"remote": ["redis://h"]}).path is None
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "index.db").touch()
-    assert vllm_config({}).disk_bytes is None, "a store that is there keeps its limit"
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"store_size": "x"}, "no option 'store_size'"),
-        ({"store": 3}, "store .* is a str, got 3"),
-        ({"disk_size": True}, "disk_size .* got True"),
-        ({"store": "x", "disk_size": "lots"}, "disk_size is no size"),
-        ({"encrypt": "no"}, "encrypt .* is a bool"),
-        ({"remote": ["redis://h", 5]}, "remote .* list of URLs"),
-        ({"ram": "1GB", "disk_size": "1GB"}, "disk_size .* add store"),
-        ({"store_ttl": -1}, "ttl_s"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused_by_name(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        vllm_config(given)
 
 
 # Groups
@@ -389,9 +328,8 @@ def test_both_sides_of_one_process_use_one_store(tmp_path: Path) -> None:
 def test_several_workers_have_a_block_only_together(store: TieredStore) -> None:
     """Each keeps its share under a number of its own."""
     engine = SmallEngine(store)
-    namespace = Namespace("weights", "config", "test", "float64", "test", 4)
     facts = engine.scheduler._facts
-    two = type(engine.scheduler)(store, FULL, 4, namespace=namespace, facts=facts, parts=2)
+    two = type(engine.scheduler)(store, FULL, 4, namespace=NAMESPACE, facts=facts, parts=2)
     request = Request("a", list(range(30)))
     engine.add(request)
     for _ in range(8):

@@ -9,27 +9,15 @@ from kvire.connectors.vllm.groups import Group
 from kvire.store.tiered import TieredStore
 
 
-def run(engine: SmallEngine, request: Request, answer: int = 3) -> Request:
-    """Until it has so many new tokens."""
-    engine.add(request)
-    for _ in range(10_000):
-        if request.num_tokens >= request.num_prompt + answer:
-            engine.finish(request)
-            engine.step()
-            return request
-        engine.step()
-    raise AssertionError("the request never ended")
-
-
 @pytest.mark.parametrize("groups", [FULL, MIXED], ids=["one group", "a group with a window"])
 def test_another_engine_loads_what_the_first_computed(store: TieredStore, groups: tuple[Group, ...]) -> None:
     prompt = list(range(30))
     first = SmallEngine(store, groups)
-    assert run(first, Request("a", list(prompt))).stored_tokens == 0
+    assert first.run(Request("a", list(prompt))).stored_tokens == 0
     first.close()
     assert store.flush(10)
     second = SmallEngine(store, groups)
-    again = run(second, Request("b", list(prompt)))
+    again = second.run(Request("b", list(prompt)))
     assert (again.cached_tokens, again.stored_tokens) == (0, 28)
     second.close()
 
@@ -38,7 +26,7 @@ def test_one_token_is_always_computed(store: TieredStore) -> None:
     for tokens in (0, 24):
         engine = SmallEngine(store)
         assert engine.scheduler.match(Request("a", list(range(28))), 0) == tokens
-        run(engine, Request("b", list(range(28))))
+        engine.run(Request("b", list(range(28))))
         engine.close()
         assert store.flush(10)
 
@@ -46,33 +34,33 @@ def test_one_token_is_always_computed(store: TieredStore) -> None:
 def test_what_a_window_has_left_is_neither_loaded_nor_saved(store: TieredStore) -> None:
     prompt = list(range(30))
     first = SmallEngine(store, MIXED)
-    run(first, Request("a", list(prompt)))
+    first.run(Request("a", list(prompt)))
     assert store.flush(10)
     store.clear()
     first.scheduler._offered.clear()  # as if it had been longer ago
-    again = run(first, Request("b", [*prompt, 1, 2, 3]))
+    again = first.run(Request("b", [*prompt, 1, 2, 3]))
     assert again.cached_tokens == 28, "on the device, where the window's early blocks are no more"
     assert store.flush(10)
     first.close()
     second = SmallEngine(store, MIXED)
-    shorter = run(second, Request("c", prompt[:10]))
+    shorter = second.run(Request("c", prompt[:10]))
     assert shorter.stored_tokens == 0, "its window is not there"
-    longer = run(second, Request("d", [*prompt, 1, 2, 3]))
+    longer = second.run(Request("d", [*prompt, 1, 2, 3]))
     assert longer.cached_tokens + longer.stored_tokens == 32
     second.close()
     third = SmallEngine(store, MIXED)
-    run(third, Request("e", [*prompt, 1, 2, 3]))
+    third.run(Request("e", [*prompt, 1, 2, 3]))
     assert third.worker.take_counts()["loaded_blocks", "disk"] == 8 + 2
     third.close()
 
 
 def test_answers_are_kept_too(store: TieredStore) -> None:
     engine = SmallEngine(store)
-    turn = run(engine, Request("a", list(range(10))), answer=11)
+    turn = engine.run(Request("a", list(range(10))), answer=11)
     engine.close()
     assert store.flush(10)
     other = SmallEngine(store)
-    assert run(other, Request("b", [*turn.all_token_ids, 7])).stored_tokens == 20
+    assert other.run(Request("b", [*turn.all_token_ids, 7])).stored_tokens == 20
     other.close()
 
 
@@ -80,7 +68,7 @@ def test_a_salt_shares_nothing(store: TieredStore) -> None:
     prompt = list(range(30))
     for salt, hit in (("one", 0), ("other", 0), ("one", 28), (None, 0)):
         engine = SmallEngine(store)
-        assert run(engine, Request("a", list(prompt), cache_salt=salt)).stored_tokens == hit
+        assert engine.run(Request("a", list(prompt), cache_salt=salt)).stored_tokens == hit
         engine.close()
         assert store.flush(10)
 
@@ -88,18 +76,18 @@ def test_a_salt_shares_nothing(store: TieredStore) -> None:
 def test_after_a_reset_nothing_stored_is_found(store: TieredStore) -> None:
     engine = SmallEngine(store)
     prompt = list(range(30))
-    run(engine, Request("a", list(prompt)))
+    engine.run(Request("a", list(prompt)))
     assert store.flush(10)
     engine.cached.clear()
     engine.scheduler.reset()
-    assert run(engine, Request("b", list(prompt))).stored_tokens == 0
+    assert engine.run(Request("b", list(prompt))).stored_tokens == 0
     engine.close()
 
 
 def test_a_block_that_is_gone_costs_the_rest_of_the_hit(store: TieredStore) -> None:
     prompt = list(range(30))
     first = SmallEngine(store)
-    run(first, Request("a", list(prompt)))
+    first.run(Request("a", list(prompt)))
     first.close()
     assert store.flush(10)
     engine = SmallEngine(store)
@@ -118,11 +106,11 @@ def test_a_block_that_is_gone_costs_the_rest_of_the_hit(store: TieredStore) -> N
     assert request.stored_tokens == 3 * TOKENS, "it is told as what it was, and found before the hole"
     counts = engine.scheduler.take_counts() + engine.worker.take_counts()
     assert counts["failed_blocks", "missing"] >= 1
-    run(engine, request)
+    engine.run(request)
     assert store.flush(10)
     engine.close()
     other = SmallEngine(store)
-    assert run(other, Request("c", list(prompt))).stored_tokens == 28, "what was computed anew is stored again"
+    assert other.run(Request("c", list(prompt))).stored_tokens == 28, "what was computed anew is stored again"
     other.close()
 
 

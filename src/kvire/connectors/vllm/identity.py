@@ -61,7 +61,8 @@ def facts_of(vllm_config: Any, groups: Sequence[Group], layers: Mapping[str, Any
         names = sha256("\n".join(group.layers).encode()).hexdigest()[:16]
         runs = sorted(set(shapes))
         same = runs[0] if len(runs) == 1 else sha256("\n".join(shapes).encode()).hexdigest()[:16]
-        texts.append(f"{group.kind} window={group.window or 0} layers={len(group.layers)}/{names} {same}")
+        # as the groups of Kvire's own namespaces begin and end: `kvire store` tells windows by that (store/survey.py)
+        texts.append(f"{group.kind} layers={len(group.layers)} names={names} {same} window={group.window or 0}")
     return Facts(
         numerics=f"attention={','.join(sorted(kernels))}",
         kv_dtype=",".join(sorted(dtypes)),
@@ -90,7 +91,7 @@ def namespace_of(vllm_config: Any, facts: Sequence[Facts], block_size: int) -> N
         engine=f"vllm {vllm.__version__}",
         numerics=" ".join(numerics),
         kv_dtype=facts[0].kv_dtype,
-        spec=specs[0] if len(set(specs)) == 1 else " | ".join(specs),
+        spec=specs[0] if len(set(specs)) == 1 else ";".join(specs),
         block_size=block_size,
         shard=f"tp={parallel.tensor_parallel_size} pp={parallel.pipeline_parallel_size}",
     )

@@ -20,6 +20,9 @@ COUNTERS = {
     "matched_tokens": Meaning("Tokens that vLLM took from the store instead of computing them.", "tier"),
     "slower_tokens": Meaning("Tokens that were stored, but computed because that was faster."),
     "excluded_requests": Meaning("Requests whose KV depends on more than token ids, so nothing was kept.", "reason"),
+    "foreign_requests": Meaning(
+        "Requests whose tokens are stored by an engine whose blocks this one must not read, by what differs.", "fields"
+    ),
     "loaded_blocks": Meaning("Parts of blocks that were loaded, by where they came from.", "tier"),
     "loaded_bytes": Meaning("Bytes of KV loaded.", "tier"),
     "load_seconds": Meaning("Seconds that loads took, in all threads together."),

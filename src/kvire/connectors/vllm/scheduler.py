@@ -14,6 +14,7 @@ from typing import Any
 from kvire.connectors.vllm.events import Announcer
 from kvire.connectors.vllm.groups import Group
 from kvire.connectors.vllm.messages import Facts, Load, Move, Outcome, Plan
+from kvire.connectors.vllm.misses import ForeignBlocks
 from kvire.connectors.vllm.pace import Pace
 from kvire.connectors.vllm.remote import RemoteProbe
 from kvire.connectors.vllm.requests import Tracked, exclusion, salted
@@ -53,6 +54,7 @@ class SchedulerSide:
         self._workers = parts
         self._pace = Pace(lambda tier: Speed(*store.speed(tier)))
         self._kinds = {name: level.kind for name, level in store.stats().levels.items()}
+        self._foreign = ForeignBlocks(store)
         self._probe = RemoteProbe(store, probe_s) if store.remote_speed() is not None else None
         self._tracked: dict[str, Tracked] = {}
         self._excluded: set[str] = set()
@@ -100,6 +102,7 @@ class SchedulerSide:
         if not tracked.told:
             tracked.told = True
             self._counts["looked_up_tokens", ""] += request.num_tokens
+            self._foreign.ask(tracked, (request.num_tokens - 1) // self._block_size)
             if tracked.slower_tokens:
                 self._counts["slower_tokens", ""] += tracked.slower_tokens
                 self._pace.refused()
@@ -139,9 +142,7 @@ class SchedulerSide:
                 for tier, tokens in tracked.match[2].items():
                     self._counts["matched_tokens", tier] += tokens
             starts[request_id] = tracked.request.num_computed_tokens
-            drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
-            computed = starts[request_id] + count - drafts  # drafts may be rejected, and their KV overwritten
-            full = min(computed, tracked.request.num_tokens) // self._block_size
+            full = self._full_blocks(tracked, starts[request_id] + count)
             if full > tracked.done:
                 block_ids = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
                 plan.saves += self._to_save(tracked, full, block_ids)
@@ -183,6 +184,8 @@ class SchedulerSide:
     def take_counts(self) -> Counter[tuple[str, str]]:
         """(what, label) counted since the last call."""
         counts, self._counts = self._counts, Counter()
+        for fields in self._foreign.told():
+            counts["foreign_requests", fields] += 1
         return counts
 
     def close(self) -> None:
@@ -263,6 +266,14 @@ class SchedulerSide:
                 sizes[name or ""] += size
         sizes.pop("", None)  # outside a window: not loaded
         return self._pace.is_worth_loading(first * self._block_size, stop * self._block_size, sizes)
+
+    def _full_blocks(self, tracked: Tracked, stop_tokens: int) -> int:
+        """Blocks that are complete after a step that computes up to `stop_tokens`.
+
+        What is beyond the request's tokens does not count: drafts, whose KV is overwritten if they are rejected, and
+        tokens that vLLM has not seen itself when it schedules ahead.
+        """
+        return min(stop_tokens, int(tracked.request.num_tokens)) // self._block_size
 
     def _to_save(self, tracked: Tracked, full: int, block_ids: Sequence[Sequence[int]]) -> list[Move]:
         """Blocks up to `full` that the store has not, and was not offered lately."""

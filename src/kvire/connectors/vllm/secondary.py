@@ -1,0 +1,112 @@
+"""The store behind vLLM's own CPU tier: a connector and a secondary tier that vLLM loads by name (docs/vllm.md).
+
+vLLM moves KV between the GPU and its CPU tier; KvireTier brings blocks of the CPU tier into the store, and back. Of a
+block vLLM tells a tier a hash, and of the model a name. Neither says which weights and which kernels the KV is of, so
+there is a connector, too: vLLM's own one, which also shows the tier the requests' token ids and what the workers say of
+their caches. secondary_tier.py is the tier, secondary_requests.py names blocks, secondary_transfers.py has the threads.
+"""
+
+from collections.abc import Mapping
+from copy import copy, deepcopy
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from kvire.connectors.vllm.connector import LEAST_BUFFER_BYTES, MOST_BUFFER_BYTES, KvireFacts
+from kvire.connectors.vllm.groups import read_groups
+from kvire.connectors.vllm.identity import check_options, facts_of, namespace_of
+from kvire.connectors.vllm.messages import Facts
+from kvire.connectors.vllm.secondary_tier import KvireTier
+from kvire.core.errors import ConfigError, UnsupportedModelError
+
+__all__ = ["KvireOffloadingConnector", "KvireTier"]
+
+
+class KvireOffloadingConnector(OffloadingConnector):
+    """vLLM's offloading connector for a TieringOffloadingSpec with a KvireTier among its secondary_tiers. Raises
+    ConfigError or UnsupportedModelError at start for what the tier cannot serve right.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        check_options(vllm_config)
+        check_one_machine(vllm_config.parallel_config)
+        self._groups, self._block_tokens = read_groups(kv_cache_config)
+        super().__init__(introduced(vllm_config), role, kv_cache_config)
+        self._facts: Facts | None = None
+        self._tiers: list[KvireTier] = []
+        if self.connector_scheduler is None:
+            return
+        self._tiers = [
+            tier
+            for tier in getattr(self.connector_scheduler.manager, "secondary_tiers", ())
+            if isinstance(tier, KvireTier)
+        ]
+        try:
+            self._check_tiers()
+        except Exception:
+            self.shutdown()
+            raise
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """A worker's cache: note what it is like."""
+        super().register_kv_caches(kv_caches)
+        blocks = self._kv_cache_config.num_blocks
+        sizes = [sum(kv_caches[name].nbytes for name in group.layers) // blocks for group in self._groups]
+        self._facts = facts_of(self._vllm_config, self._groups, kv_caches, sizes)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What the scheduler's side has to know before the first request."""
+        return None if self._facts is None else KvireFacts(self._facts)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The workers are ready: name the namespace, and open the stores."""
+        facts = [one.facts for _, one in sorted(metadata.items()) if isinstance(one, KvireFacts)]
+        namespace = namespace_of(self._vllm_config, facts, self._block_tokens)
+        step_blocks = self._vllm_config.scheduler_config.max_num_batched_tokens // self._block_tokens + 1
+        for tier in self._tiers:
+            step_bytes = step_blocks * len(self._groups) * tier.block_size_bytes
+            buffer_bytes = min(max(LEAST_BUFFER_BYTES, 2 * step_bytes), MOST_BUFFER_BYTES)
+            tier.begin(namespace, groups=len(self._groups), buffer_bytes=buffer_bytes)
+
+    def on_new_request(self, request: Any) -> None:
+        """Show it to the tiers."""
+        for tier in self._tiers:
+            tier.meet(request)
+        super().on_new_request(request)
+
+    def _check_tiers(self) -> None:
+        if not self._tiers:
+            raise ConfigError(
+                'KvireOffloadingConnector found no KvireTier: add "spec_name":"TieringOffloadingSpec" and '
+                f'"secondary_tiers":[{{"type":"KvireTier","module_path":"{__name__}"}}] to kv_connector_extra_config'
+            )
+        spec = self._tiers[0]._offloading_spec  # noqa: SLF001 - vLLM's name for it
+        if spec.blocks_per_chunk > 1 and any(group.window is not None for group in self._groups):
+            # vLLM asks only for the last block of a chunk whether it is still there
+            raise UnsupportedModelError(
+                "KvireTier cannot keep chunks of several blocks for a model with sliding windows: leave block_size and "
+                "blocks_per_chunk out of kv_connector_extra_config"
+            )
+
+
+def check_one_machine(parallel: Any) -> None:
+    """The tier sees the shares of workers on its own machine. Raises ConfigError for others."""
+    if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
+        raise ConfigError(
+            "KvireTier reads KV where all workers of a model share one machine's memory: with several nodes, or with "
+            "Ray, which may use several, leave it out (KvireConnector works there)"
+        )
+
+
+def introduced(vllm_config: Any) -> Any:
+    """A copy of vLLM's config whose KvireTiers are told that this connector makes them."""
+    config = copy(vllm_config)
+    config.kv_transfer_config = transfer = copy(vllm_config.kv_transfer_config)
+    transfer.kv_connector_extra_config = extra = deepcopy(transfer.kv_connector_extra_config)
+    for tier in extra.get("secondary_tiers", ()):
+        if tier.get("type") == KvireTier.__name__:
+            tier["connector"] = KvireOffloadingConnector.__name__
+    return config

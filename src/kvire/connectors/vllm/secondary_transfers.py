@@ -1,0 +1,227 @@
+"""Jobs that bring blocks from rows of vLLM's CPU tier into the store, and back, beside vLLM's scheduler.
+
+vLLM gives a row to nobody else until it was told that the job is over, so every copy to or from a row happens before
+that. A load arrives in memory of ours first: so it can be given up, whatever a disk or a server does, and a row holds
+either a whole verified block or what it held before.
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic, perf_counter
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvire.core.record import BlockRecord
+from kvire.store.ticket import LoadState, Ticket, Wanted
+from kvire.store.tiered import TieredStore
+
+log = logging.getLogger(__name__)
+
+Rows = npt.NDArray[np.uint8]  # [rows, row_bytes]
+T = TypeVar("T")
+
+SAVE_THREADS, LOAD_THREADS = 1, 2
+PIECE_BYTES = 64 << 20  # of a load that are in memory of ours at once; at least one block
+STALLED_S = 5.0  # a load in which nothing moved for so long is given up
+JOIN_S = 5.0  # that close waits for threads that are in the middle of something
+
+
+class Move(NamedTuple):
+    """A block, and the row of vLLM's CPU tier where it lies or is to lie."""
+
+    record: BlockRecord
+    row: int
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Blocks that move one way. done: which of them did, by number. seconds: that a thread was at it."""
+
+    number: int
+    moves: Sequence[Move]
+    done: list[bool] = field(init=False)
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.done = [False] * len(self.moves)
+
+
+class Primary:
+    """vLLM's CPU tier, [chunks, row_bytes], until vLLM takes it away; it cannot while anybody refers to it."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._rows: Rows | None = np.asarray(view).view(np.uint8)
+        self.row_bytes: int = self._rows.shape[1]
+        self._condition = threading.Condition()
+        self._users = 0
+
+    def use(self, copy: Callable[[Rows], T]) -> T | None:
+        """Call `copy` with the rows, which it may not keep; None, and no call, once they are gone."""
+        with self._condition:
+            rows = self._rows
+            self._users += rows is not None
+        if rows is None:
+            return None
+        try:
+            return copy(rows)
+        finally:
+            del rows
+            with self._condition:
+                self._users -= 1
+                self._condition.notify_all()
+
+    def close(self) -> None:
+        """Wait for copies under way; from then on nobody reads or writes a row. Idempotent."""
+        with self._condition:
+            self._rows = None
+            self._condition.wait_for(lambda: self._users == 0)
+
+
+class Transfers:
+    """Moves blocks by threads. Its methods are called by vLLM's scheduler thread, and only drain and close wait."""
+
+    def __init__(self, store: TieredStore, primary: Primary) -> None:
+        self._store = store
+        self._primary = primary
+        self._save_threads = ThreadPoolExecutor(SAVE_THREADS, "kvire tier save")
+        self._load_threads = ThreadPoolExecutor(LOAD_THREADS, "kvire tier load")
+        self._memory = threading.local()
+        self._running: list[tuple[Job, Future[None]]] = []
+        self._given_up = threading.Event()  # replaced by each drain
+        self._lock = threading.Lock()
+        self._counts: Counter[tuple[str, str]] = Counter()  # (what, label)
+
+    def save(self, job: Job) -> None:
+        """Begin to bring rows into the store. A block that it has, or has no room for on the way there, is left."""
+        self._submit(self._save_threads, self._save, job)
+
+    def load(self, job: Job) -> None:
+        """Begin to bring blocks into rows."""
+        self._submit(self._load_threads, self._load, job)
+
+    def finished(self) -> list[Job]:
+        """Jobs that ended since the last call: nobody touches their rows any more."""
+        ended = [pair for pair in self._running if pair[1].done()]
+        self._running = [pair for pair in self._running if not pair[1].done()]
+        for _, future in ended:
+            if not future.cancelled() and future.exception() is not None:  # whatever it was, the rest is a miss
+                log.error("a transfer failed", exc_info=future.exception())
+        return [job for job, _ in ended]
+
+    def drain(self) -> None:
+        """Wait until every job has ended: those that are being copied well, the others by being given up."""
+        self._given_up.set()
+        wait([future for _, future in self._running])
+        self._given_up = threading.Event()
+
+    def take_counts(self) -> Counter[tuple[str, str]]:
+        """(what, label) counted since the last call."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return counts
+
+    def close(self) -> None:
+        """Give up what is under way; nobody touches a row afterwards. Waits JOIN_S at most for tiers. Idempotent."""
+        self._given_up.set()
+        for threads in (self._save_threads, self._load_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
+        self._primary.close()
+        # one that was cancelled here is never reported to `wait`
+        wait([future for _, future in self._running if not future.cancelled()], JOIN_S)
+
+    def _submit(self, threads: ThreadPoolExecutor, call: Callable[[Job, threading.Event], None], job: Job) -> None:
+        self._running.append((job, threads.submit(self._timed, call, job, self._given_up)))
+
+    def _timed(self, call: Callable[[Job, threading.Event], None], job: Job, given_up: threading.Event) -> None:
+        began = perf_counter()
+        try:
+            call(job, given_up)
+        finally:
+            job.seconds = perf_counter() - began
+
+    def _count(self, what: str, label: str, amount: float) -> None:
+        with self._lock:
+            self._counts[what, label] += amount  # type: ignore[assignment]  # seconds are no whole numbers
+
+    def _save(self, job: Job, given_up: threading.Event) -> None:
+        held = self._store.held([move.record.id for move in job.moves])
+        for i, (move, name) in enumerate(zip(job.moves, held, strict=True)):
+            if name is not None:
+                job.done[i] = True
+                continue
+            if given_up.is_set():
+                return
+            job.done[i] = bool(self._primary.use(partial(self._save_row, move)))
+            self._count("saved_blocks" if job.done[i] else "dropped_blocks", "", 1)
+            self._count("saved_bytes", "", self._primary.row_bytes * job.done[i])
+
+    def _save_row(self, move: Move, rows: Rows) -> bool:
+        return self._store.save(move.record, rows[move.row].data)
+
+    def _load(self, job: Job, given_up: threading.Event) -> None:
+        at_once = max(1, PIECE_BYTES // self._primary.row_bytes)
+        for start in range(0, len(job.moves), at_once):
+            if given_up.is_set():
+                return
+            piece = job.moves[start : start + at_once]
+            job.done[start : start + len(piece)] = self._load_piece(piece, given_up)
+
+    def _load_piece(self, moves: Sequence[Move], given_up: threading.Event) -> list[bool]:
+        """Which of the blocks are in their rows now."""
+        began = perf_counter()
+        arrived = self._rows(len(moves))
+        ticket = self._store.load([Wanted(m.record, row.data) for m, row in zip(moves, arrived, strict=True)])
+        follow(ticket, given_up)
+        done = [state is LoadState.READY for state in ticket.states()]
+        if not ticket.finished or ticket.active:
+            self._memory.rows = None  # somebody may still write there
+        if self._primary.use(partial(fill, moves, arrived, done)) is None:
+            return [False] * len(moves)
+        self._note(ticket, done, perf_counter() - began)
+        return done
+
+    def _rows(self, count: int) -> Rows:
+        """Memory of this thread's own, kept for the next piece: fresh memory costs more than what is copied into it."""
+        size = count * self._primary.row_bytes
+        memory: Rows | None = getattr(self._memory, "rows", None)
+        if memory is None or memory.size < size:
+            memory = self._memory.rows = np.empty(size, np.uint8)
+        return memory[:size].reshape(count, -1)
+
+    def _note(self, ticket: Ticket, done: Sequence[bool], seconds: float) -> None:
+        self._count("load_seconds", "", seconds)
+        for i, is_there in enumerate(done):
+            source, failure = ticket.source(i), ticket.failure(i)
+            if is_there and source is not None:
+                self._count("loaded_blocks", source, 1)
+                self._count("loaded_bytes", source, self._primary.row_bytes)
+            else:
+                self._count("failed_blocks", failure.reason if failure else "given_up", 1)
+
+
+def fill(moves: Sequence[Move], arrived: Rows, done: Sequence[bool], rows: Rows) -> bool:
+    """Copy what arrived into its rows."""
+    for move, row, is_there in zip(moves, arrived, done, strict=True):
+        if is_there:
+            np.copyto(rows[move.row], row)
+    return True
+
+
+def follow(ticket: Ticket, given_up: threading.Event) -> None:
+    """Wait until a load is finished, is given up, or nothing moved in it for STALLED_S."""
+    moved_at = monotonic()
+    while not ticket.finished:
+        seen = ticket.changed
+        ticket.wait(0.1, seen=seen)
+        if ticket.changed != seen:
+            moved_at = monotonic()
+        if given_up.is_set() or monotonic() - moved_at > STALLED_S:
+            ticket.cancel()
+            return

@@ -1,0 +1,83 @@
+"""Deliberately broken builds of the stored cache, and the claims that notice them."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from harness.broken_builds import Cases, Claim, Mutant, each_broken_build, each_claim, must_notice
+from harness.plain_generate import greedy, prompt, tiny
+
+from kvire.connectors.transformers import StoredCache
+from kvire.connectors.transformers import loading as loading_module
+from kvire.connectors.transformers.blocks import CACHE
+from kvire.connectors.transformers.computed import Computed
+from kvire.core.config import StoreConfig
+
+BLOCK = 16
+
+
+def config(path: Path) -> StoreConfig:
+    return StoreConfig(path=path / "store", disk_bytes=64 << 20, key_file=path / "keys" / "keyring.json")
+
+
+def what_generate_took_back_is_not_stored() -> None:
+    """It computes ahead, notices late that it was to stop, and crops: 119 tokens were computed, and 108 are kept."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place)
+        model, ids = tiny("llama", path / "model"), prompt(100)
+        whole = model.generate
+
+        def cropping(**arguments):
+            out = whole(**arguments)
+            arguments[CACHE].crop(-11)
+            return out
+
+        model.generate = cropping
+        with StoredCache.open(model, config(path)) as stored:
+            expected = stored.generate(ids, **greedy(20))
+            assert stored.store.flush(10)
+            assert stored.store.stats().levels["disk"].tier.blocks == 108 // BLOCK
+            assert torch.equal(stored.generate(ids, **greedy(20)), expected)
+            assert stored.report.reused_tokens == 96
+
+
+def one_token_is_always_computed() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place)
+        model, ids = tiny("llama", path / "model"), prompt(4 * BLOCK)
+        with StoredCache.open(model, config(path)) as stored:
+            for reused in (0, 3 * BLOCK):
+                assert torch.equal(stored.generate(ids, **greedy(8)), model.generate(ids, **greedy(8)))
+                assert stored.report.reused_tokens == reused
+
+
+def cropped_tokens_are_stored(patch: pytest.MonkeyPatch) -> None:
+    """What went into the cache counts, not what is left of it."""
+
+    def broken(self, limit):
+        fed = torch.cat(self._fed).tolist() if self._fed else []
+        return (self._prompt[: self._start] + fed)[:limit]
+
+    patch.setattr(Computed, "token_ids", broken)
+
+
+def whole_prompts_are_loaded(patch: pytest.MonkeyPatch) -> None:
+    """No token is left to compute."""
+    patch.setattr(loading_module, "loadable", lambda chain: len(chain.token_ids) // chain.block_size)
+
+
+CASES: Cases = [
+    (what_generate_took_back_is_not_stored, [cropped_tokens_are_stored]),
+    (one_token_is_always_computed, [whole_prompts_are_loaded]),
+]
+
+
+@each_claim(CASES)
+def test_holds(claim: Claim) -> None:
+    claim()
+
+
+@each_broken_build(CASES)
+def test_notices_a_broken_build(claim: Claim, mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    must_notice(claim, mutant, monkeypatch)
