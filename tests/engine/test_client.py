@@ -14,6 +14,7 @@ from models.tiny import make_tiny
 from kvire import LLM, AsyncLLM
 from kvire.core.errors import EngineClosedError, RequestError
 from kvire.engine.client import EngineClient
+from kvire.engine.result import Collector
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,7 @@ def test_a_script_may_end_in_the_middle_of_an_answer(tmp_path: Path) -> None:
 import sys; sys.path.insert(0, {str(tests)!r})
 from harness.engines import *
 from kvire.engine.client import EngineClient
+from kvire.engine.result import Collector
 stream = EngineClient(tiny_engine()).start().stream(request(words(1, 40), max_tokens=3000))
 next(stream)
 raise SystemExit(7)
@@ -126,3 +128,27 @@ def test_async_llm(tiny: str) -> None:
             assert llm.client.in_flight == 0
 
     asyncio.run(talk())
+
+
+def test_the_time_to_the_first_token_is_told_apart() -> None:
+    """One seat: whoever comes second waits for the whole answer of the first, and that is its queue."""
+    with EngineClient(tiny_engine(max_num_seqs=1)) as client:
+        asked = [request(words(i, 20), max_tokens=40) for i in range(2)]
+        timings = {}
+
+        def work(number: int) -> None:
+            collector = Collector(asked[number])
+            for output in client.stream(asked[number]):
+                collector.add(output)
+            timings[number] = collector.result().timing
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for timing in timings.values():
+        assert timing.ttft_s == pytest.approx(timing.queue_s + timing.load_s + timing.prefill_s)
+        assert timing.load_s == 0 and timing.prefill_s > 0
+    early, late = sorted(timings.values(), key=lambda timing: timing.queue_s)
+    assert late.queue_s > 10 * early.tpot_s > 0

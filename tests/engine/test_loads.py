@@ -204,3 +204,21 @@ def test_a_load_is_no_reason_to_let_others_wait(tmp_path: Path) -> None:
         assert finish(engine, goes_on).token_ids == oracle(words(7, 30)).token_ids
         tier.gate.set()
         assert finish(engine, waits).cache.disk_tokens == BLOCKS * B
+
+
+def test_what_is_waited_for_counts_as_loading_and_the_rest_as_prefill(tmp_path: Path) -> None:
+    tier = BentTier()
+    with open_store(tmp_path, tier, load_timeout_s=PATIENCE_S) as store:
+        keep(store, PROMPT)
+        tier.slow_s = 0.02  # each of ten blocks, by two readers
+        engine = engine_over(store)
+        engine.submit(request(PROMPT, max_tokens=2))
+        outputs = []
+        until(lambda: outputs.extend(engine.step()) or len(outputs) == 2)
+        first, second = outputs
+        assert first.cache.disk_tokens == BLOCKS * B
+        assert first.load_s > 0.05 and first.prefill_s > 0
+        assert (second.load_s, second.prefill_s) == (0, 0), "told once, with the first token"
+        engine.submit(request(PROMPT, max_tokens=1))
+        until(lambda: outputs.extend(engine.step()) or len(outputs) == 3)
+        assert outputs[2].cache.device_tokens > 0 and outputs[2].load_s == 0 and outputs[2].prefill_s > 0

@@ -285,12 +285,12 @@ def one_tenant_may_evict_all(patch: pytest.MonkeyPatch) -> None:
     """Who takes how much does not matter."""
     victims = EvictionOrder.victims
 
-    def broken(self, missing_bytes, tenant_tag):
+    def broken(self, missing_bytes, tenant_tag, written):
         used = {tag: use.used_bytes for tag, use in self.tenants.items()}
         for tag, use in self.tenants.items():
             use.used_bytes = 1 << 40 if tag != tenant_tag else 0
         try:
-            return victims(self, missing_bytes, tenant_tag)
+            return victims(self, missing_bytes, tenant_tag, written)
         finally:
             for tag, use in self.tenants.items():
                 use.used_bytes = used[tag]

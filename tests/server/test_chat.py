@@ -123,7 +123,9 @@ def test_kvire_object_says_where_the_answer_came_from(fresh):
     first, second = (fresh.openai().chat.completions.create(messages=messages, **GREEDY) for _ in range(2))
     assert first.kvire["cache"]["miss"] == "never_stored" and first.kvire["cache"]["reused_tokens"] == 0
     assert second.kvire["cache"]["reused_tokens"] == second.usage.prompt_tokens_details.cached_tokens > 150
-    assert second.kvire["timing"]["ttft_s"] > 0
+    timing = second.kvire["timing"]
+    parts = timing["queue_s"] + timing["load_s"] + timing["prefill_s"]
+    assert timing["prefill_s"] > 0 and timing["ttft_s"] == pytest.approx(parts, abs=1e-5)
     assert second.choices[0].message.content == first.choices[0].message.content
 
 

@@ -350,6 +350,8 @@ class Engine:
         if seq.detokenizer.stopped_by is not None:
             seq.stop_reason, finish = seq.detokenizer.stopped_by, "stop"
         first = seq.num_answer <= 1
+        busy_s = monotonic() - seq.admitted_s if first and seq.admitted_s is not None else 0.0
+        load_s = min(seq.load_wait_s, busy_s)
         if finish is not None:
             self._finish(seq, finish)
         self._outputs.append(
@@ -363,6 +365,8 @@ class Engine:
                 logprobs=None if logprobs is None else (logprobs,),
                 cache=seq.report if first or finish is not None else None,
                 prompt_logprobs=tuple(seq.prompt_logprobs) if first and seq.prompt_logprobs else None,
+                load_s=load_s,
+                prefill_s=busy_s - load_s,
             )
         )
 

@@ -125,7 +125,8 @@ class Output:
     logprobs: one entry per new token if asked for. finish_reason: "stop", "length" or "abort" on the
     last output, else None. stop_reason: the stop string or token id that ended it, if one did.
     cache: the prompt's CacheReport, on the first and last output. prompt_logprobs: on the first
-    output, if asked for; None stands for the first token, which nothing predicts.
+    output, if asked for; None stands for the first token, which nothing predicts. load_s, prefill_s: on the first
+    output, seconds since the prompt got memory that went by waiting for the store, and otherwise.
     """
 
     request_id: str
@@ -137,6 +138,8 @@ class Output:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     cache: CacheReport | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    load_s: float = 0.0
+    prefill_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,11 +34,18 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds, seen from outside the engine. ttft_s: to the first token. tpot_s: per token after it."""
+    """Seconds, seen from outside the engine. ttft_s: to the first token. tpot_s: per token after it.
+
+    queue_s, load_s, prefill_s: what ttft_s is made of: until the prompt got memory (and the answer its way out),
+    waiting for the store since then, and the rest.
+    """
 
     ttft_s: float
     total_s: float
     tpot_s: float
+    queue_s: float
+    load_s: float
+    prefill_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +89,14 @@ class Collector:
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._started = monotonic()
         self._first: float | None = None
+        self._first_output: Output | None = None
         self._last = self._started
 
     def add(self, output: Output) -> None:
         """Take the next output."""
         self._last = monotonic()
-        self._first = self._first or self._last
+        if self._first is None:
+            self._first, self._first_output = self._last, output
         part = self.completions[output.index]
         part.text += output.text
         part.token_ids += output.token_ids
@@ -104,7 +113,7 @@ class Collector:
 
     def result(self) -> Result:
         """Everything that has come in; an answer cut short has no finish_reason."""
-        assert self.started and self._first is not None
+        assert self.started and self._first is not None and self._first_output is not None
         cache = replace(
             self._caches[0],
             recomputed_tokens=sum(report.recomputed_tokens for report in self._caches.values()),
@@ -114,5 +123,13 @@ class Collector:
         longest = max(len(part.token_ids) for part in self.completions)
         usage = Usage(len(self.request.token_ids), tokens, cache.reused_tokens)
         ttft = self._first - self._started
-        timing = Timing(ttft, self._last - self._started, (self._last - self._first) / max(1, longest - 1))
+        load_s, prefill_s = self._first_output.load_s, self._first_output.prefill_s
+        timing = Timing(
+            ttft_s=ttft,
+            total_s=self._last - self._started,
+            tpot_s=(self._last - self._first) / max(1, longest - 1),
+            queue_s=max(0.0, ttft - load_s - prefill_s),
+            load_s=load_s,
+            prefill_s=prefill_s,
+        )
         return Result(tuple(self.completions), usage, cache, timing, self._prompt_logprobs)

@@ -7,6 +7,7 @@ moves, and any pool that fits one request serves them all.
 
 from bisect import insort
 from dataclasses import dataclass
+from time import monotonic
 
 from kvire.cache.grouped import GroupedPool
 from kvire.core.config import EngineConfig
@@ -137,13 +138,14 @@ class Scheduler:
         if hit.partial_tokens:
             leases = enumerate(zip(hit.sources, hit.lease.leases, strict=True))
             self.copies += [(g, source, part.block_ids[hit.full_blocks]) for g, (source, part) in leases]
-        if not seq.admitted:
+        if seq.admitted_s is None:
+            seq.admitted_s = monotonic()
             seq.device_tokens = computed
             full = plan.stored.known if plan else hit.full_blocks
             self._explain(seq, reusable, full, max(computed, full * self.pool.block_size))
         else:  # preempted, and somebody else has computed more of its prompt since
             seq.device_tokens += max(0, computed - seq.most_computed)
-        seq.lease, seq.state, seq.admitted = hit.lease, State.RUNNING, True
+        seq.lease, seq.state = hit.lease, State.RUNNING
         seq.num_computed, seq.num_published, seq.detached = computed, hit.full_blocks, False
         seq.most_computed = max(seq.most_computed, computed)  # lost before use, a hit is computed again
         self.waiting.remove(seq)
@@ -273,7 +275,7 @@ class Scheduler:
         assert source.lease is not None
         sample.lease = self.pool.fork(source.lease)
         sample.share_prompt(source)
-        sample.state, sample.admitted = State.RUNNING, True
+        sample.state, sample.admitted_s = State.RUNNING, source.admitted_s
         insort(self.running, sample, key=_order)
 
     def drop(self, seq: Sequence) -> None:

@@ -80,7 +80,7 @@ class Sequence:
         self.preemptions = 0
         self.miss = MissReason.NEVER_STORED
         self.miss_token: int | None = None
-        self.admitted = False
+        self.admitted_s: float | None = None  # of the monotonic clock: when it first got blocks
 
     @property
     def num_tokens(self) -> int:

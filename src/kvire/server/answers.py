@@ -98,8 +98,9 @@ def provenance(results: Sequence[Result]) -> dict[str, Any]:
     For a list of prompts, `cache` is the sum (without a miss reason) and `prompts` has one each.
     """
     reports = [result.cache for result in results]
+    first = min((result.timing for result in results), key=lambda timing: timing.ttft_s)
     timing = {
-        "ttft_s": round(min(result.timing.ttft_s for result in results), 6),
+        **{name: round(getattr(first, name), 6) for name in ("ttft_s", "queue_s", "load_s", "prefill_s")},
         "tpot_s": round(max(result.timing.tpot_s for result in results), 6),
         "total_s": round(max(result.timing.total_s for result in results), 6),
     }

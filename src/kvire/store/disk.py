@@ -21,6 +21,7 @@ from kvire.core.errors import ConfigError, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
 from kvire.store.disk_access import DiskAccess
+from kvire.store.disk_folder import DiskFolder
 from kvire.store.disk_index import MOST_NAMESPACE_BYTES, MOST_NAMESPACES
 from kvire.store.disk_leftovers import leftovers
 from kvire.store.disk_listing import TenantUse, counted, entries
@@ -34,6 +35,7 @@ from kvire.store.files import Files
 from kvire.store.tier import Buffer, Entry, ReadOutcome, TierKind, TierStats
 
 TAG_BYTES = 16
+ONE_GO_S = 1.0  # what was used so lately counts as used now: not each block of a prompt costs a step per block before
 AT_ONCE = 32  # blocks changed in one transaction: what a small journal takes, and others do not wait for
 KEPT_WHEN_CLEARED = ("settings", "written", "namespaces")
 
@@ -117,6 +119,7 @@ class DiskTier:
         slot_bytes = slot_bytes_for(len(frame))
         try:
             with self._access.writes() as folder:
+                self._touch_above(folder, BlockId(record.parent, record.id.group))
                 self._touches.flush(folder)
                 head = Head(
                     record.id.key, record.id.group, record.parent, record.root, tenant_tag, record.content,
@@ -134,6 +137,11 @@ class DiskTier:
             self._stats.writes += 1
             self._stats.written_bytes += len(frame)
         return True
+
+    def _touch_above(self, folder: DiskFolder, parent: BlockId) -> None:
+        """To write below a block is a use of all that come before: they must not make room for what continues them."""
+        now = self._access.now()
+        self._touches.add(folder.index.unused_above(parent, now - ONE_GO_S), now)
 
     def touch(self, ids: Sequence[BlockId]) -> None:
         """See Tier. Written down within a second; a crash before that loses it."""

@@ -16,6 +16,7 @@ from threading import RLock
 from typing import Any
 
 from kvire.core.errors import StoreError
+from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId
 from kvire.store.disk_segments import SLOT_BITS
 from kvire.store.files import Files
@@ -29,6 +30,7 @@ SHARED_MEMORY_BYTES = 64 * 1024  # index.db-shm for the largest journal
 DIRTY_PAGES_PER_ROW = 4  # a block's row and its places in the indexes that are ordered by digests
 MOST_NAMESPACES, MOST_NAMESPACE_BYTES = 32, 4096
 BUSY_TIMEOUT_S = 5.0
+MOST_ABOVE = 1 << 16  # blocks of one prompt; in a damaged index they may go in a circle
 MOST_ASKED = 400  # ids in one query: SQLite of 2019 takes 999 values
 
 READY, MAKING, SCANNING, GONE = range(4)  # states of a segment
@@ -198,6 +200,18 @@ class DiskIndex:
                 if (block_id := BlockId(key, group)) in wanted and place[0] >> SLOT_BITS not in gone:
                     found[block_id] = Place(*place)
         return found
+
+    def unused_above(self, block_id: BlockId, before: float) -> list[BlockId]:
+        """The block and all that come before it in its prompt, first one first, as far as unused since `before`."""
+        rows = self.query(
+            "WITH RECURSIVE above (key, parent, nth) AS ("
+            "SELECT key, parent, 0 FROM blocks WHERE key = ?1 AND grp = ?2 AND used < ?3 UNION "
+            "SELECT b.key, b.parent, nth + 1 FROM above JOIN blocks b ON b.key = above.parent AND grp = ?2 "
+            f"WHERE used < ?3 LIMIT {MOST_ABOVE}) SELECT key FROM above ORDER BY nth DESC",
+            *block_id,
+            before,
+        )
+        return [BlockId(BlockKey(key), block_id.group) for (key,) in rows]
 
     def warm(self) -> None:
         """Read what lookups read, so that the first ones need not wait for the disk."""

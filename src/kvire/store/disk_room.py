@@ -5,7 +5,8 @@ made, and it leaves the index after its file. What all segments, the largest ind
 at most the limit.
 
 Eviction takes the block unused longest, the later one in its sequence first: a block that is written takes over its
-parent's time, and those touched together get one time, so no parent goes before its child. With several tenants it
+parent's time, which was brought up to now before, and those touched together get one time, so no parent goes before its
+child. A prompt that fills the tier keeps its beginning. With several tenants it
 takes from those who have more than an equal share. A size of slots that finds no room takes whole segments from
 another size, if those were not used since the oldest block of its own.
 """
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvire.core.record import BlockId
 from kvire.store.disk_index import (
     BASE_INDEX_BYTES,
     GONE,
@@ -32,6 +34,7 @@ MOST_SEGMENTS = 4096  # one folder holds them all
 SEGMENT_BYTES = 64 * MIB
 PER_SEGMENT_BYTES = 16 * KIB  # what a file system may need to find a file's parts; counted by du
 COMPETITORS = 64  # tenants with the most bytes, of whom one has to give way
+OWN_PROMPT = "own prompt"  # why there is no room: it could only come from what the block continues
 CANDIDATES = 8  # segments unused longest, of which one may change its size
 
 
@@ -94,6 +97,7 @@ class Slot:
 @dataclass(frozen=True, slots=True)
 class _Victim:
     slot: int
+    id: BlockId
     used: float
     tenant: bytes
     reason: str
@@ -123,8 +127,13 @@ class Room:
         self._remove = remove
         self.wipe = wipe
 
-    def claim(self, slot_bytes: int, tenant: bytes, now: float) -> int | Segment | str:
-        """A slot, now the caller's; or a segment whose file the caller has to make before it asks again; or why not."""
+    def claim(  # noqa: PLR0911  (each is another outcome)
+        self, slot_bytes: int, tenant: bytes, now: float, parent: BlockId
+    ) -> int | Segment | str:
+        """A slot, now the caller's; or a segment whose file the caller has to make before it asks again; or why not.
+
+        parent: of the block that is to be written; it does not go for it (OWN_PROMPT).
+        """
         if taken_bytes(self._capacity(), slot_bytes, 1, 1) > self._capacity():
             return "full"
         if (slot := self._unused(slot_bytes)) is not None:
@@ -134,6 +143,8 @@ class Room:
         while (oldest := self._oldest(slot_bytes, tenant)) is not None:
             if self._convert(slot_bytes, tenant, before=oldest.used):
                 break
+            if oldest.id == parent:
+                return OWN_PROMPT
             self.run("DELETE FROM blocks WHERE slot = ?", oldest.slot)
             self.evicted.add(oldest.reason, oldest.tenant)
             if (slot := self._unused(slot_bytes)) is not None:  # else its segment is gone
@@ -254,13 +265,13 @@ class Room:
         alone = all(tag == tenant for tag, _ in rows)
         for tag in self._over_share(rows, tenant):
             found = self.run(
-                "SELECT slot, used FROM blocks WHERE slot_bytes = ? AND tenant = ? AND pinned = 0 "
+                "SELECT slot, key, grp, used FROM blocks WHERE slot_bytes = ? AND tenant = ? AND pinned = 0 "
                 "ORDER BY used, place DESC LIMIT 1",
                 slot_bytes, tag,
             )  # fmt: skip
             if found:
-                slot, used = found[0]
-                return _Victim(slot, used, tag, "room" if alone else "quota")
+                slot, key, group, used = found[0]
+                return _Victim(slot, BlockId(key, group), used, tag, "room" if alone else "quota")
         return None
 
     @staticmethod

@@ -3,10 +3,12 @@
 import sqlite3
 from collections.abc import Callable
 
+from kvire.core.record import BlockId
 from kvire.store.disk_folder import DiskFolder
 from kvire.store.disk_index import MAKING, READY, JournalFullError, Run
-from kvire.store.disk_room import Evicted, Segment
+from kvire.store.disk_room import OWN_PROMPT, Evicted, Segment
 from kvire.store.disk_segments import Head
+from kvire.store.eviction import CutOff
 from kvire.store.files import NO_SPACE
 
 DAY_S = 86_400
@@ -21,6 +23,7 @@ class DiskWriter:
         self._writes_per_day_bytes = writes_per_day_bytes
         self._elapsed = elapsed
         self._grow_from = 0.0
+        self._cut_off = CutOff()
         self._owed: list[tuple[DiskFolder, int | Segment, int]] = []
 
     def settle(self, folder: DiskFolder) -> None:
@@ -51,15 +54,23 @@ class DiskWriter:
         return "unavailable" if old is None else None
 
     def _claim(self, folder: DiskFolder, slot_bytes: int, head: Head) -> int | str:
+        parent = BlockId(head.parent, head.group)
+        if parent in self._cut_off:
+            self._cut_off.add(head.id)
+            return "full"
         while True:
             with folder.room(self._evicted, may_grow=self._elapsed() >= self._grow_from) as room:
                 limit = self._writes_per_day_bytes
                 if limit is not None and self._written_today(room.run, head.created) + slot_bytes > limit:
                     return "wear"
-                claimed = room.claim(slot_bytes, head.tenant_tag, head.created)
+                claimed = room.claim(slot_bytes, head.tenant_tag, head.created, parent)
                 if limit is not None and isinstance(claimed, int):
                     room.run("UPDATE written SET bytes = bytes + ?", slot_bytes)
+            if claimed is OWN_PROMPT:
+                self._cut_off.add(head.id)
+                return "full"
             if not isinstance(claimed, Segment):
+                self._cut_off.discard(head.id)
                 return claimed
             if not self._make(folder, claimed):
                 self._grow_from = self._elapsed() + GROW_AGAIN_AFTER_S

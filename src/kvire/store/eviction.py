@@ -1,12 +1,42 @@
 """Which blocks make room: unused longest, children before parents, from whoever takes most. No bytes here."""
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
 from kvire.store.arena import Extent
+
+MOST_CUT_OFF = 1024  # blocks without room that are remembered
+
+
+class CutOff:
+    """Blocks that lately found no room because their own prompt fills the tier. What follows one of them is cut off as
+    well: the end of a prompt is of no use without its beginning.
+    """
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[BlockId, None] = OrderedDict()
+
+    def __contains__(self, block_id: BlockId) -> bool:
+        return block_id in self._ids
+
+    def add(self, block_id: BlockId) -> None:
+        """A block found no room."""
+        self._ids[block_id] = None
+        if len(self._ids) > MOST_CUT_OFF:
+            self._ids.popitem(last=False)
+
+    def discard(self, block_id: BlockId) -> None:
+        """It found some."""
+        self._ids.pop(block_id, None)
+
+
+def parent_of(record: BlockRecord) -> BlockId:
+    """Of the same group."""
+    return BlockId(record.parent, record.id.group)
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +59,7 @@ class Slot:
     @property
     def taken_bytes(self) -> int:
         """Of the arena."""
-        return sum(extent.length for extent in self.extents)
+        return sum([extent.length for extent in self.extents])
 
     def is_alive(self, now: float) -> bool:
         """Whether it has not expired."""
@@ -53,8 +83,8 @@ class TenantUse:
 class EvictionOrder:
     """Slots by tenant in the order in which they would go. Not thread-safe.
 
-    A parent was used whenever a child was: its stamp is raised when it comes up before one. A single tenant gets all
-    there is; several get equal shares when they compete.
+    A parent was used whenever a child was: its stamp is raised when one is written, and when it comes up before one. A
+    single tenant gets all there is; several get equal shares when they compete.
     """
 
     def __init__(self) -> None:
@@ -63,11 +93,7 @@ class EvictionOrder:
         self.tenants: dict[bytes, TenantUse] = {}
         self._stamp = 0
         self._ties = 0
-
-    def next_stamp(self) -> int:
-        """For blocks that are used now, together."""
-        self._stamp += 1
-        return self._stamp
+        self.cut_off = CutOff()
 
     @property
     def compete(self) -> bool:
@@ -79,10 +105,18 @@ class EvictionOrder:
         use = self.tenants.setdefault(slot.tenant_tag, TenantUse())
         use.used_bytes += slot.taken_bytes
         use.blocks += 1
-        slot.stamp, slot.indexed = self.next_stamp(), True
+        slot.stamp, slot.indexed = self._stamp_below(parent_of(slot.record)), True
         self.index[slot.record.id] = slot
+        self.cut_off.discard(slot.record.id)
         self.children.setdefault(slot.record.parent, {})[slot.record.id] = None
         self.queue(slot)
+
+    def touch(self, slots: Sequence[Slot]) -> None:
+        """Blocks were used now, together."""
+        stamp = self._next_stamp()
+        for slot in slots:
+            slot.stamp = stamp
+        self._next_stamp()  # what is written below one of them from now on is newer
 
     def remove(self, slot: Slot) -> None:
         """A block went."""
@@ -107,13 +141,20 @@ class EvictionOrder:
             item = (slot.stamp, -slot.record.index, self._ties, slot)
             heapq.heappush(self.tenants[slot.tenant_tag].heap, item)
 
-    def victims(self, missing_bytes: int, tenant_tag: bytes) -> list[Slot]:
+    def victims(self, missing_bytes: int, tenant_tag: bytes, written: BlockRecord) -> list[Slot]:
         """Blocks that together free so much, in the order in which they go; none at all if that is not possible.
 
+        written: the block that needs the room; all before it is in use now. If the turn of its parent comes all the
+        same, one prompt fills the tier: nothing goes, neither for it nor for what follows it in that prompt (CutOff).
         They come from the tenants that take at least as much as the one that writes, most first: nobody below the equal
         share loses anything to somebody above it. The caller removes them, or queues them again.
         """
         victims: list[Slot] = []
+        parent = parent_of(written)
+        if parent in self.cut_off:
+            self.cut_off.add(written.id)
+            return []
+        self._stamp_below(parent)
         own = self.tenants.get(tenant_tag)
         own_bytes = own.used_bytes if own else 0
         used = {tag: use.used_bytes for tag, use in self.tenants.items() if use.used_bytes >= own_bytes}
@@ -123,6 +164,9 @@ class EvictionOrder:
                 del used[largest]
                 continue
             victims.append(slot)
+            if slot.record.id == parent:
+                self.cut_off.add(written.id)
+                break
             used[largest] -= slot.taken_bytes
             missing_bytes -= slot.taken_bytes
         if missing_bytes > 0:
@@ -139,8 +183,11 @@ class EvictionOrder:
             slot.queued = False
             if not slot.indexed or slot.pinned:
                 continue
-            children = [self.index[block_id] for block_id in self.children.get(slot.record.id.key, ())]
-            slot.stamp = max([slot.stamp, *(child.stamp for child in children if child.queued)])
+            below = self.children.get(slot.record.id.key)
+            children = [self.index[block_id] for block_id in below] if below else []
+            for child in children:
+                if child.queued and child.stamp > slot.stamp:
+                    slot.stamp = child.stamp
             if slot.stamp > stamp:
                 self.queue(slot)
             elif slot.readers or any(child.queued or child.pinned or child.readers for child in children):
@@ -149,6 +196,23 @@ class EvictionOrder:
                 found = slot
         self._queue_all(aside)
         return found
+
+    def _stamp_below(self, parent: BlockId) -> int:
+        """For a block that is written below `parent`: a use of all that comes before it. A prompt that is written in
+        one go gets one stamp, so that this costs a step per block and not one per block and ancestor.
+        """
+        above = self.index.get(parent)
+        if above is not None and above.stamp == self._stamp:
+            return self._stamp
+        stamp = self._next_stamp()
+        while above is not None and above.stamp < stamp:
+            above.stamp = stamp
+            above = self.index.get(parent_of(above.record))
+        return stamp
+
+    def _next_stamp(self) -> int:
+        self._stamp += 1
+        return self._stamp
 
     def _queue_all(self, slots: Sequence[Slot]) -> None:
         for slot in slots:

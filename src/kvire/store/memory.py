@@ -85,7 +85,7 @@ class MemoryTier:
 
     def write(self, record: BlockRecord, frame: Buffer, tenant_tag: bytes, *, ttl_s: float | None = None) -> bool:
         """See Tier."""
-        if (extents := self._make_room(Arena.rounded(len(frame)), tenant_tag)) is None:
+        if (extents := self._make_room(Arena.rounded(len(frame)), tenant_tag, record)) is None:
             return False
         self._arena.write(extents, frame)  # outside the lock: nobody else knows of them yet
         slot = Slot(record, tenant_tag, extents, len(frame), time.time(), ttl_s, used_s=self._clock())
@@ -105,10 +105,11 @@ class MemoryTier:
     def touch(self, ids: Sequence[BlockId]) -> None:
         """See Tier."""
         with self._lock:
-            stamp, now = self._order.next_stamp(), self._clock()
-            for slot in self._find(ids):
-                if slot is not None:
-                    slot.stamp, slot.used_s = stamp, now
+            now = self._clock()
+            slots = [slot for slot in self._find(ids) if slot is not None]
+            self._order.touch(slots)
+            for slot in slots:
+                slot.used_s = now
 
     def delete(self, ids: Sequence[BlockId], reason: str) -> int:
         """See Tier."""
@@ -183,7 +184,7 @@ class MemoryTier:
             self._closed = True
             self._remove(list(self._order.index.values()), "closed")
 
-    def _make_room(self, size_bytes: int, tenant_tag: bytes) -> list[Extent] | None:
+    def _make_room(self, size_bytes: int, tenant_tag: bytes, record: BlockRecord) -> list[Extent] | None:
         """Extents of `size_bytes`, or None (counted) if so much cannot be evicted."""
         while True:
             with self._lock:
@@ -194,10 +195,11 @@ class MemoryTier:
                     return extents
                 victims: list[Slot] = []
                 if size_bytes <= self._arena.capacity_bytes:
-                    victims = self._order.victims(size_bytes - self._arena.free_bytes, tenant_tag)
+                    victims = self._order.victims(size_bytes - self._arena.free_bytes, tenant_tag, record)
                 if not victims:
+                    too_long = size_bytes > self._arena.capacity_bytes or record.id in self._order.cut_off
                     reason = "quota" if self._order.compete else "pinned"
-                    _count(self._stats.refused, "full" if size_bytes > self._arena.capacity_bytes else reason)
+                    _count(self._stats.refused, "full" if too_long else reason)
                     return None
                 reason = "quota" if self._order.compete else "room"
                 for slot in victims:

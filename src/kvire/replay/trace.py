@@ -1,0 +1,100 @@
+"""A trace: requests in order of arrival, each a chain of blocks. formats.py reads them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt. blocks: numbers in Trace.parents, first to last; the last may be partly filled, and tokens behind it
+    have no block. session: whose it is, "" if unknown.
+    """
+
+    time_s: float
+    input_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]
+    session: str = ""
+
+
+@dataclass(slots=True)
+class Trace:
+    """Requests by time. A block is its content and everything before it: the same id below another parent is another
+    block. parents: of each block, -1 for a first one; depths: its place in its chain, from 0. skipped: lines that
+    could not be read, with the reason.
+    """
+
+    name: str
+    format: str
+    block_tokens: int
+    requests: list[Request] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def input_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(request.input_tokens for request in self.requests)
+
+    @property
+    def working_set_tokens(self) -> int:
+        """What its different blocks hold; a partly filled one takes a whole block."""
+        return len({block for request in self.requests for block in request.blocks}) * self.block_tokens
+
+    @property
+    def duration_s(self) -> float:
+        """From the first arrival to the last."""
+        return self.requests[-1].time_s - self.requests[0].time_s if self.requests else 0.0
+
+    def hit_tokens(self, request: Request, blocks: int) -> int:
+        """Tokens that need no computing if the first so many blocks are there: at least one always is computed."""
+        return min(blocks * self.block_tokens, request.input_tokens - 1)
+
+    def part(self, requests: Sequence[Request]) -> "Trace":
+        """The same blocks, other requests."""
+        return Trace(self.name, self.format, self.block_tokens, list(requests), self.parents, self.depths)
+
+    def halves(self) -> tuple["Trace", "Trace"]:
+        """Every second session, or where sessions are unknown the first and the second half of the requests."""
+        names = list(dict.fromkeys(request.session for request in self.requests))
+        if len(names) > 1:
+            first = set(names[::2])
+            return (
+                self.part([r for r in self.requests if r.session in first]),
+                self.part([r for r in self.requests if r.session not in first]),
+            )
+        middle = len(self.requests) // 2
+        return self.part(self.requests[:middle]), self.part(self.requests[middle:])
+
+    def spread(self) -> "Trace":
+        """Requests of one time stamp, spread evenly until the next: their order stays, only times change."""
+        groups = [list(group) for _, group in groupby(self.requests, key=lambda request: request.time_s)]
+        ends = [group[0].time_s for group in groups[1:]] + [groups[-1][0].time_s if groups else 0.0]
+        return self.part([r for group, end in zip(groups, ends, strict=True) for r in _spread(group, end)])
+
+    def coarse(self, factor: int) -> "Trace":
+        """Blocks of `factor` times as many tokens; what fills none at a prompt's end is left out."""
+        numbers: dict[int, int] = {}
+        coarse = Trace(self.name, self.format, self.block_tokens * factor, skipped=self.skipped)
+        for request in self.requests:
+            chain: list[int] = []
+            parent = -1
+            for block in request.blocks[factor - 1 :: factor]:
+                if (number := numbers.get(block)) is None:
+                    number = numbers[block] = len(coarse.parents)
+                    coarse.parents.append(parent)
+                    coarse.depths.append(len(chain))
+                chain.append(number)
+                parent = number
+            coarse.requests.append(
+                Request(request.time_s, request.input_tokens, request.output_tokens, tuple(chain), request.session)
+            )
+        return coarse
+
+
+def _spread(group: Sequence[Request], end_s: float) -> Iterator[Request]:
+    for place, request in enumerate(group):
+        time_s = request.time_s + (end_s - request.time_s) * place / len(group)
+        yield Request(time_s, request.input_tokens, request.output_tokens, request.blocks, request.session)
