@@ -140,7 +140,7 @@ def started(name: str, transfer: dict[str, Any] | None, folder: Path) -> Vllm:
 
 def last_error(log: str) -> str:
     """The last exception that a log shows, or its last line."""
-    errors = re.findall(r"^\w*(?:Error|Exception)\b:?.*", log, re.MULTILINE)
+    errors = re.findall(r"^(?:\[rank\d+\]: )?(\w*(?:Error|Exception)\b.*)", log, re.MULTILINE)
     return (errors or log.strip().splitlines() or [""])[-1][:300]
 
 

@@ -206,7 +206,9 @@ def test_a_tier_slower_than_computing_is_left_alone_and_tried_again_now_and_then
     for _ in range(2 * TRY_AGAIN):
         if pace.is_worth_loading(0, 100, {"disk": 2000}):
             tried += 1
-        pace.refused()
+            pace.loaded()
+        else:
+            pace.refused()
     assert tried == 2
 
 

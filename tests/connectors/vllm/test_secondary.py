@@ -175,7 +175,7 @@ def test_what_depends_on_more_than_token_ids_is_not_kept(one: Commands, more: di
 
 
 def test_after_a_reset_nothing_older_is_found(one: Commands) -> None:
-    """vLLM resets its caches when it gets new weights."""
+    """Whoever changes the weights of a running vLLM resets its caches."""
     one("open")
     keep(one, asked())
     one("reset")

@@ -5,6 +5,7 @@ what a request is told of blocks that are there but do not come.
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,6 +101,41 @@ def test_a_load_that_was_given_up_never_writes_into_a_row(
     tier.gate.set()
     load_all(opened, records)
     assert (rows.array == 7).all()
+    transfers.close()
+
+
+def test_a_load_that_stalls_is_given_up_once_and_not_piece_by_piece(
+    opened: TieredStore, tier: BentTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secondary_transfers, "STALLED_S", 0.5)
+    records = blocks(opened, COUNT)
+    monkeypatch.setattr(secondary_transfers, "PIECE_BYTES", records[0].kv_bytes)
+    save_all(opened, records)
+    transfers = Transfers(opened, Primary(Rows(records).view))
+    tier.gate.clear()
+    transfers.load(Job(1, moves(records)))
+    assert ended(transfers).done == [False] * COUNT
+    counts = transfers.take_counts()
+    assert sum(amount for (what, _), amount in counts.items() if what == "failed_blocks") == 1
+    transfers.close()
+
+
+class EndsBetween(Future[None]):
+    """A job's future: it ends right after it was asked for the first time."""
+
+    def done(self) -> bool:
+        was_done = super().done()
+        if not was_done:
+            self.set_result(None)
+        return was_done
+
+
+def test_a_job_that_ends_while_it_is_asked_for_is_told_all_the_same(opened: TieredStore) -> None:
+    """Else vLLM would keep its rows for ever, and its request waiting."""
+    transfers = Transfers(opened, Primary(memoryview(np.zeros((1, 8), np.uint8))))
+    job = Job(1, [])
+    transfers._running.append((job, EndsBetween()))
+    assert [*transfers.finished(), *transfers.finished()] == [job]
     transfers.close()
 
 

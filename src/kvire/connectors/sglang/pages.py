@@ -77,7 +77,8 @@ class PagePool:
             part = range(start, min(start + step, len(keys)))
             staged = np.empty((len(part), self.page_bytes), np.uint8)
             ticket = self._store.load([Wanted(records[i], staged[i - start].data) for i in part])
-            if not ticket.wait(READ_S):
+            stalled = not ticket.wait(READ_S)
+            if stalled:
                 ticket.cancel()
             for i, state in zip(part, ticket.states(), strict=True):
                 if state is LoadState.READY:
@@ -85,6 +86,8 @@ class PagePool:
                     self._pool.set_from_flat_data_page(slots[i], page)
                     ok[i] = True
                     moved += self.page_bytes
+            if stalled:  # the next part would wait as long
+                break
         self._store.touch([record.id for record, here in zip(records, ok, strict=True) if here])
         return Moved(ok, time.perf_counter() - begin, moved)
 

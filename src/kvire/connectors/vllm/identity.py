@@ -23,18 +23,18 @@ def check_options(vllm_config: Any) -> None:
     """Refuse what this connector cannot serve right. Raises ConfigError or UnsupportedModelError."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     if transfer.kv_role != "kv_both":
-        raise ConfigError(f"KvireConnector loads and saves: set kv_role to kv_both, not {transfer.kv_role}")
+        raise ConfigError(f"Kvire loads and saves: set kv_role to kv_both, not {transfer.kv_role}")
     if transfer.kv_load_failure_policy != "recompute":
         raise ConfigError(
-            "KvireConnector wants a block that cannot be loaded to be computed: add "
+            "Kvire wants a block that cannot be loaded to be computed: add "
             '"kv_load_failure_policy":"recompute" to --kv-transfer-config'
         )
     if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        raise ConfigError("KvireConnector does not know how context parallelism divides a block: leave it out")
+        raise ConfigError("Kvire does not know how context parallelism divides a block: leave it out")
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in {"ngram", "suffix"}:
         raise ConfigError(
-            f"KvireConnector keeps no KV of draft models, and speculative method {speculative.method} has one: use "
+            f"Kvire keeps no KV of draft models, and speculative method {speculative.method} has one: use "
             "ngram, or leave it out"
         )
     load_format = str(vllm_config.load_config.load_format)

@@ -19,7 +19,7 @@ class Pace:
         self._prefill = PrefillSpeed(token_s=0.0)
         self._speeds: dict[str, Speed] = {}
         self._step: tuple[int, int, float] | None = None
-        self._refused = 0
+        self._refused = 0  # since one was tried all the same
 
     def step_begins(self, starts: Mapping[str, int], counts: Mapping[str, int]) -> None:
         """A step computes `counts` tokens of each request, from position `starts` on."""
@@ -44,9 +44,14 @@ class Pace:
         """Something was computed because loading it seemed slower."""
         self._refused += 1
 
+    def loaded(self) -> None:
+        """Something is loaded; if a try was due, this is it."""
+        if self._refused >= TRY_AGAIN - 1:
+            self._refused = 0
+
     def is_worth_loading(self, start_tokens: int, stop_tokens: int, bytes_by_tier: Mapping[str, int]) -> bool:
         """Whether these bytes come sooner than the tokens could be computed. True as long as nobody knows."""
-        if not self._prefill.samples or not bytes_by_tier or self._refused % TRY_AGAIN == TRY_AGAIN - 1:
+        if not self._prefill.samples or not bytes_by_tier or self._refused >= TRY_AGAIN - 1:
             return True
         speeds = {tier: self._speeds.get(tier) or self._prior(tier) for tier in bytes_by_tier}
         load_s = max(speed.latency_s for speed in speeds.values()) + sum(

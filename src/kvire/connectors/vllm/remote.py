@@ -1,5 +1,6 @@
 """Asking remote tiers what they have, beside the scheduler: a request is asked about again until they answer."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import monotonic
@@ -8,6 +9,7 @@ from kvire.core.record import BlockId
 from kvire.store.tiered import TieredStore
 
 THREADS = 4
+log = logging.getLogger(__name__)
 
 
 class RemoteProbe:
@@ -43,5 +45,9 @@ class RemoteProbe:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _held(self, ids: Sequence[BlockId]) -> Mapping[BlockId, str]:
-        names = self._store.held_remotely(ids, self._timeout_s)
+        try:
+            names = self._store.held_remotely(ids, self._timeout_s)
+        except Exception:  # whatever it is: it must not come up in vLLM's scheduler, which would end the engine
+            log.exception("asking remote tiers failed")
+            return {}
         return {block_id: name for block_id, name in zip(ids, names, strict=True) if name is not None}

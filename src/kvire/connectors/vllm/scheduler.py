@@ -112,6 +112,7 @@ class SchedulerSide:
         first, stop, _ = tracked.match
         stop = min(stop, first + num_external_tokens // self._block_size)
         tracked.loading = True
+        self._pace.loaded()
         moves = [
             Move(tracked.blocks[index], number, block_ids[number][index])
             for number, group in enumerate(self._groups)

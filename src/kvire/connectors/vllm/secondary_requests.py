@@ -26,10 +26,11 @@ ANSWER_S = 0.25  # what the local tiers said of a request's blocks is believed f
 
 
 class Held(NamedTuple):
-    """What the local tiers said at `at` of a group's blocks: whether each is there."""
+    """What the local tiers said at `at` of a group's blocks: whether each is there, and those that are not."""
 
     at: float
     here: list[bool]
+    missing: list[BlockId]
 
 
 @dataclass(slots=True)
@@ -91,10 +92,15 @@ class Requests:
         held = known.held.get(group)
         if held is None or record.index >= len(held.here) or held.at < monotonic() - ANSWER_S:
             ids = [BlockId(block.key, group) for block in known.tracked.blocks]
-            held = known.held[group] = Held(monotonic(), [name is not None for name in self._store.held(ids)])
+            here = [name is not None for name in self._store.held(ids)]
+            missing = [block_id for block_id, is_here in zip(ids, here, strict=True) if not is_here]
+            held = known.held[group] = Held(monotonic(), here, missing)
         if held.here[record.index]:
             return True
-        return self._has_remotely(record, request_id, known, held)
+        if self._probe is None:
+            return False
+        found = self._probe.ask(f"{request_id}/{group}", held.missing)
+        return None if found is None else record.id in found
 
     def failed(self, request_id: str, ids: Sequence[BlockId]) -> None:
         """Blocks could not be loaded for a request: for this one they are not there, so that it goes on without."""
@@ -120,14 +126,6 @@ class Requests:
             self.finished(request_id)
         self._epoch = token_hex(16)
         self._roots.clear()
-
-    def _has_remotely(self, record: BlockRecord, request_id: str, known: Known, held: Held) -> bool | None:
-        if self._probe is None:
-            return False
-        blocks = known.tracked.blocks[: len(held.here)]
-        missing = [BlockId(b.key, record.id.group) for b, here in zip(blocks, held.here, strict=True) if not here]
-        found = self._probe.ask(f"{request_id}/{record.id.group}", missing)
-        return None if found is None else record.id in found
 
     def _identity(self, cache_salt: str | None) -> tuple[str, BlockKey] | None:
         """Salt and root; None if there are no keys: then nothing can be kept, but everything can be served."""

@@ -127,8 +127,8 @@ class KvireTier(SecondaryTierManager):
         return [self._result(job) for job in self._transfers.finished()]
 
     def drain_jobs(self) -> None:
-        """Wait for all jobs. vLLM does this when it resets its caches, as after new weights: nothing that was stored
-        before is found any more.
+        """Wait for all jobs. vLLM does this when it is told to reset its caches; nothing that was stored before is
+        found any more.
         """
         self._transfers.drain()
         self._requests.reset()

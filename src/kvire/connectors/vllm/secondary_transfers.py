@@ -108,8 +108,11 @@ class Transfers:
 
     def finished(self) -> list[Job]:
         """Jobs that ended since the last call: nobody touches their rows any more."""
-        ended = [pair for pair in self._running if pair[1].done()]
-        self._running = [pair for pair in self._running if not pair[1].done()]
+        ended: list[tuple[Job, Future[None]]] = []
+        running: list[tuple[Job, Future[None]]] = []
+        for pair in self._running:  # asked once: between two questions it may end
+            (ended if pair[1].done() else running).append(pair)
+        self._running = running
         for _, future in ended:
             if not future.cancelled() and future.exception() is not None:  # whatever it was, the rest is a miss
                 log.error("a transfer failed", exc_info=future.exception())
@@ -171,21 +174,23 @@ class Transfers:
             if given_up.is_set():
                 return
             piece = job.moves[start : start + at_once]
-            job.done[start : start + len(piece)] = self._load_piece(piece, given_up)
+            is_over, job.done[start : start + len(piece)] = self._load_piece(piece, given_up)
+            if not is_over:  # the rest would stall, too, each piece anew
+                return
 
-    def _load_piece(self, moves: Sequence[Move], given_up: threading.Event) -> list[bool]:
-        """Which of the blocks are in their rows now."""
+    def _load_piece(self, moves: Sequence[Move], given_up: threading.Event) -> tuple[bool, list[bool]]:
+        """Whether it was followed to its end, and which of the blocks are in their rows now."""
         began = perf_counter()
         arrived = self._rows(len(moves))
         ticket = self._store.load([Wanted(m.record, row.data) for m, row in zip(moves, arrived, strict=True)])
-        follow(ticket, given_up)
+        is_over = follow(ticket, given_up)
         done = [state is LoadState.READY for state in ticket.states()]
         if not ticket.finished or ticket.active:
             self._memory.rows = None  # somebody may still write there
         if self._primary.use(partial(fill, moves, arrived, done)) is None:
-            return [False] * len(moves)
+            return False, [False] * len(moves)
         self._note(ticket, done, perf_counter() - began)
-        return done
+        return is_over, done
 
     def _rows(self, count: int) -> Rows:
         """Memory of this thread's own, kept for the next piece: fresh memory costs more than what is copied into it."""
@@ -214,8 +219,8 @@ def fill(moves: Sequence[Move], arrived: Rows, done: Sequence[bool], rows: Rows)
     return True
 
 
-def follow(ticket: Ticket, given_up: threading.Event) -> None:
-    """Wait until a load is finished, is given up, or nothing moved in it for STALLED_S."""
+def follow(ticket: Ticket, given_up: threading.Event) -> bool:
+    """Wait until a load is finished (True), or is given up, or nothing moved in it for STALLED_S (False)."""
     moved_at = monotonic()
     while not ticket.finished:
         seen = ticket.changed
@@ -224,4 +229,5 @@ def follow(ticket: Ticket, given_up: threading.Event) -> None:
             moved_at = monotonic()
         if given_up.is_set() or monotonic() - moved_at > STALLED_S:
             ticket.cancel()
-            return
+            return False
+    return True
