@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,9 +100,5 @@ def _as_dict(result: Any) -> dict[str, Any]:
             "cached_tokens": result.usage.cached_tokens,
         },
         "cache": result.cache.as_dict(),
-        "timing": {
-            "ttft_s": result.timing.ttft_s,
-            "tpot_s": result.timing.tpot_s,
-            "total_s": result.timing.total_s,
-        },
+        "timing": asdict(result.timing),
     }

@@ -6,10 +6,16 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from kvire.cli.bench import bench
 from kvire.cli.chat import chat
 from kvire.cli.display import console
+from kvire.cli.doctor import doctor
 from kvire.cli.generate import generate
 from kvire.cli.models import models
+from kvire.cli.plan import EPILOG as PLAN_EPILOG
+from kvire.cli.plan import plan
+from kvire.cli.replay import EPILOG as REPLAY_EPILOG
+from kvire.cli.replay import replay
 from kvire.cli.serve import serve
 from kvire.cli.store import store
 from kvire.core.errors import KvireError
@@ -25,6 +31,10 @@ cli = typer.Typer(
 cli.command()(generate)
 cli.command()(chat)
 cli.command()(serve)
+cli.command(epilog=PLAN_EPILOG)(plan)
+cli.command()(doctor)
+cli.command(epilog=REPLAY_EPILOG)(replay)
+cli.add_typer(bench, name="bench")
 cli.add_typer(models, name="models")
 cli.add_typer(store, name="store")
 

@@ -1,0 +1,74 @@
+"""Is the planner right about this machine? Times to the first token, predicted and measured: SmolLM2, float16 pool.
+
+    python bench/plan_check.py [--repeats 5] [--json FILE]
+
+Calibrates as `kvire plan --calibrate` does, at 256, 1,024 and 3,072 tokens; then measures other prompts in other
+engines at 512, 2,048 and 4,096: nothing kept (E), the pool (G), the memory tier (R), the disk tier with its pages
+dropped from the page cache (D). The plan never sees those times. Bar: the prediction misses them by 25 % at most.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import figures
+import machine
+from figures import Bar, figure, short
+
+from kvire.cli.plan_calibrate import LENGTHS, REPEATS, Asked, collect, measure
+from kvire.cli.plan_machine import measured_tiers
+from kvire.plan.calibration import measured_machine
+from kvire.plan.cards import card
+from kvire.plan.check import WITHIN
+from kvire.plan.hardware import break_even_bytes_per_s
+from kvire.plan.plan import Money, Plan, predictor
+from kvire.plan.read_shape import read_shape
+from kvire.plan.serve import STATES, Prompt
+from kvire.plan.shape import Storage
+from kvire.plan.sizing import Usage
+
+MODEL, KV_DTYPE, BLOCK_TOKENS = "smollm2", "float16", 16
+CHECKED = (512, 2048, 4096)
+
+
+def main() -> None:
+    options = _options()
+    record = measure(MODEL, KV_DTYPE, LENGTHS, REPEATS)
+    plan = _plan(record)
+    predict = predictor(plan)
+    measured = collect(MODEL, KV_DTYPE, CHECKED, options.repeats)
+    rows = [_row(asked, predict(*asked), times) for asked, times in sorted(measured.ttft_s.items())]
+    even = break_even_bytes_per_s(plan.shape, plan.storage, plan.who, CHECKED[-1])
+    limits = {"read_gb_s": machine.read_gb_s(), "matmul_gflops": machine.matmul_gflops()}
+    described = {"machine": machine.describe(), "limits": limits, "break_even_mb_s": even / 1e6}
+    figures.write(options.json, {**described, "calibration": record, "table": rows})
+
+
+def _plan(record: dict[str, Any]) -> Plan:
+    return Plan(
+        title=MODEL, source="", verified=True, shape=read_shape(card(MODEL).config),
+        storage=Storage(KV_DTYPE, BLOCK_TOKENS), use=Usage(), prompt=Prompt(1), tiers=measured_tiers(record),
+        money=Money(), who=measured_machine(record),
+    )  # fmt: skip
+
+
+def _row(asked: Asked, predicted_s: float, times: list[float]) -> dict[str, Any]:
+    """How far the prediction is from each measured time. Raw times stand beside it."""
+    misses = [100 * abs(predicted_s / seconds - 1) for seconds in times]
+    middle = machine.summary(times)["median"]
+    baseline = f"predicted {short(1e3 * predicted_s)} ms, measured {short(1e3 * middle)} ms"
+    new = "" if asked.state == "E" else f", {asked.new_tokens} new"
+    name = f"{asked.tokens:,} tokens{new}, {STATES[asked.state]} ({asked.state}): the plan misses the TTFT by"
+    row = figure(name, "%", misses, baseline=baseline, bar=Bar("<=", 100 * WITHIN))
+    return row | {"predicted_s": predicted_s, "ttft_s": times}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=machine.ROOT / "docs" / "results" / "plan_check.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

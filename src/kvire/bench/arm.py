@@ -1,0 +1,130 @@
+"""One side of a comparison: a server that is brought into the wanted states and asked."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvire.bench.ideal import Spell, reusable
+from kvire.bench.load import Loop, Pass, Sample
+from kvire.bench.prompts import Prompt, TokenScale
+from kvire.bench.settings import Cell, Settings
+from kvire.bench.states import TIERS, Around, Proof, SeenRequest, State, prove
+from kvire.bench.workloads import Work
+
+Say = Callable[[str], None]  # told before each step that takes a while
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One pass and what it proved. ideal: by sample, the share of its prompt that an endless cache could have reused.
+    same_prompts: whether the pass sent the very texts of the work's probe (or fill, where it has none), so that answers
+    can be compared.
+    """
+
+    cell: Cell
+    repeat: int
+    state: State
+    done: Pass
+    proof: Proof
+    ideal: tuple[float, ...]
+    same_prompts: bool
+
+
+class Arm(Protocol):
+    """A server, or how to start one."""
+
+    def describe(self) -> dict[str, Any]:
+        """For the report: kind, model, options."""
+
+    @property
+    def scale(self) -> TokenScale:
+        """How long texts are in its tokens; may ask the server."""
+
+    @property
+    def judge(self) -> "Judge":
+        """Proves what it was in."""
+
+    def steps(self) -> int:
+        """How often `measure` says something in one repeat."""
+
+    def measure(self, repeat: int, scale: TokenScale, say: Say) -> Iterator[Measured]:
+        """All states of all cells, once; scale: the same for all arms, so that they get the same words.
+
+        Raises ConfigError if the server cannot be started or used.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Proves states from answers. spell: prompts as what KV depends on. slack_tokens: how far that may be off. by: what
+    spell gives, in words.
+    """
+
+    spell: Spell
+    slack_tokens: int
+    by: str
+
+    def measured(
+        self,
+        cell: Cell,
+        repeat: int,
+        state: State,
+        work: Work,
+        done: Pass,
+        around: Around,
+        *,
+        same_prompts: bool = True,
+    ) -> Measured:
+        """What a pass proved."""
+        before = prompts_of(work.fill) if state not in {State.E, State.Z} else []
+        sent = [sample.prompt for sample in done.samples]
+        earlier = reusable(sent, [], self.spell)
+        later = reusable(sent[::-1], [], self.spell)[::-1]
+        stored = [reusable([prompt], before, self.spell)[0] for prompt in sent]
+        seen = [
+            _seen(sample, stored[i], max(earlier[i], later[i]), earlier[i])
+            for i, sample in enumerate(done.samples)
+            if sample.answer.error is None
+        ]
+        ideal = tuple(0.0 if state is State.Z else max(pair) for pair in zip(earlier, stored, strict=True))
+        # A mark stands behind what the chat template begins with; a salt stands before everything.
+        slack_tokens = 0 if state is State.Z and same_prompts else self.slack_tokens
+        proof = prove(state, seen, around, slack_tokens)
+        return Measured(cell, repeat, state, done, proof, ideal, same_prompts)
+
+
+def loop(settings: Settings, cell: Cell, repeat: int) -> Loop:
+    """Arrivals of an open loop are the same for every server and state of a repeat."""
+    return Loop(cell.at_once, settings.rate_per_s, settings.seed + repeat)
+
+
+def turned(cells: list[Cell], repeat: int) -> list[Cell]:
+    """The order changes from repeat to repeat, so that none always comes first."""
+    return cells if repeat % 2 else cells[::-1]
+
+
+def prompts_of(scripts: tuple[Any, ...]) -> list[Prompt]:
+    """All of them."""
+    return [prompt for script in scripts for prompt in script.prompts]
+
+
+def by_tier(cache: Mapping[str, Any]) -> dict[str, int] | None:
+    """Reused tokens by tier, as a Kvire answer reports them."""
+    if not all(f"{tier}_tokens" in cache for tier in TIERS):
+        return None
+    return {tier: int(cache[f"{tier}_tokens"]) for tier in TIERS}
+
+
+def _seen(sample: Sample, stored: float, inside: float, earlier: float) -> SeenRequest:
+    """Shares become tokens by the server's own count of the prompt."""
+    cache = sample.answer.kvire.get("cache") or {}
+    prompt = sample.answer.prompt_tokens or 0
+    return SeenRequest(
+        prompt=prompt,
+        reused=sample.answer.cached_tokens,
+        by_tier=by_tier(cache),
+        stored=stored * prompt,
+        inside=inside * prompt,
+        earlier=earlier * prompt,
+        slower=cache.get("miss") == "slower_than_recomputing",
+    )

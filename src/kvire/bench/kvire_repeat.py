@@ -1,0 +1,209 @@
+"""One repeat on the built-in engine: up to three processes, one after another, each over what the one before left."""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvire.bench import page_cache
+from kvire.bench.arm import Measured, Say, loop, prompts_of, turned
+from kvire.bench.client import ask
+from kvire.bench.ideal import Seen, Spell
+from kvire.bench.load import run
+from kvire.bench.prompts import Prompt, Script, Writer, message
+from kvire.bench.server import Counters, RunningServer, serving
+from kvire.bench.settings import Cell
+from kvire.bench.states import TIER_OF, Around, State
+from kvire.bench.workloads import Work
+from kvire.core.errors import ConfigError
+from kvire.core.memory import format_size
+
+if TYPE_CHECKING:
+    from kvire.bench.kvire_arm import KvireArm
+
+HEADROOM = 1.15  # of pool and tiers over what a pass needs
+WARM_UPS, WARM_UP_TOKENS = 2, 300  # the first long prompts of a process take longer
+LEAST_DISK_BYTES, LEAST_POOL_TOKENS = 256 << 20, 1024
+MORE_RAM_BYTES = 16 << 20  # of the memory tier, for what it keeps beside KV
+REMOTE_TTL_S = 24 * 3600  # after a run nobody has the keys of what it left in a remote store
+FORGET = {"store": False}  # what a probe computes is kept nowhere, so that the next state finds what the fill left
+FILLERS, FILLER_SHARE = 3, 0.42  # prompts, and what each takes of a cell's room: together more than the pool holds
+FILLER = Cell("filler", 0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a run needs. pool_tokens: the most that one cell touches. tokens: of all cells together."""
+
+    pool_tokens: int
+    tokens: int
+
+
+class Repeat:
+    """folder: where the store lies, empty at first. say: told of each step."""
+
+    def __init__(self, arm: "KvireArm", repeat: int, write: Writer, folder: Path, say: Say) -> None:
+        self._arm, self._repeat, self._write, self._folder, self._say = arm, repeat, write, folder, say
+        self._settings = arm.settings
+        cells = turned(list(arm.settings.cells()), repeat)
+        self._cells = [(cell, arm.settings.work(cell, write, repeat)) for cell in cells]
+        self._room = room(self._cells, arm.encode)
+        self._wanted = set(self._settings.states)
+        self._asked = 0  # of the running process
+        self._filler: tuple[Script, ...] = ()
+
+    def all(self) -> Iterator[Measured]:
+        """Every state, each as soon as it can be had."""
+        restarted = self._wanted & {State.D}
+        with self._serving("first start", local=True) as server:
+            started = server.counters()
+            for cell, work in self._cells:
+                yield from self._first_process(server, started, cell, work, last=not restarted)
+            if not server.flush():
+                self._say("the store is slow to write: what it has not written is missing below")
+        if restarted:
+            with self._serving("restart", local=True) as server:
+                for cell, work in self._cells:
+                    yield from self._restarted(server, cell, work)
+        if State.N in self._wanted:
+            with self._serving("new node", local=False) as server:
+                for cell, work in self._cells:
+                    if work.probe:
+                        yield self._pass(server, cell, State.N, work)
+
+    def _first_process(
+        self, server: RunningServer, started: Counters, cell: Cell, work: Work, *, last: bool
+    ) -> Iterator[Measured]:
+        prompts = server.counters().of("kvire_prompts_total")
+        around = Around(own_process=prompts == self._asked, stored_blocks=started.total("kvire_store_blocks"))
+        measured = self._pass(server, cell, State.E, work, around)
+        if State.E in self._wanted:
+            yield measured
+        server.flush()
+        for state in (State.G, State.W):  # W is what G is, said in a way that other servers can be held to
+            if work.probe and state in self._wanted:
+                yield self._pass(server, cell, state, work)
+        if work.probe and State.R in self._wanted:
+            self._flush_pool(server)
+            yield self._pass(server, cell, State.R, work)
+        if last and State.Z in self._wanted:
+            yield self._pass(server, cell, State.Z, work)
+
+    def _restarted(self, server: RunningServer, cell: Cell, work: Work) -> Iterator[Measured]:
+        """Passes without reuse, which leave nothing that anybody could meet, come before or after in turn."""
+        states = [State.D, State.Z] if self._repeat % 2 else [State.Z, State.D]
+        for state in states:
+            if state in self._wanted and (work.probe or state is State.Z):
+                around = Around(resident_bytes=self._drop_page_cache()) if state is State.D else None
+                yield self._pass(server, cell, state, work, around)
+
+    def _pass(
+        self, server: RunningServer, cell: Cell, state: State, work: Work, around: Around | None = None
+    ) -> Measured:
+        self._say(f"{cell}: {state}")
+        scripts = {State.E: work.fill, State.Z: work.baseline}.get(state, work.probe)
+        before, read_before = server.counters(), server.read_bytes()
+        extra = None if state is State.E else self._extra(f"{cell}", salted=state is State.Z)
+        done = run(server.endpoint, scripts, loop(self._settings, cell, self._repeat), extra)
+        self._asked += len(done.samples)
+        after, read_after = server.counters(), server.read_bytes()
+        around = around or Around()
+        if state in TIER_OF and state is not State.G:
+            around = Around(
+                loaded_bytes=loaded_bytes(after, TIER_OF[state]) - loaded_bytes(before, TIER_OF[state]),
+                resident_bytes=around.resident_bytes,
+                read_bytes=None if read_before is None or read_after is None else read_after - read_before,
+            )
+        return self._arm.judge.measured(cell, self._repeat, state, work, done, around)
+
+    def _extra(self, name: str, *, salted: bool) -> Callable[[int, int], Mapping[str, Any]]:
+        def fields(script: int, turn: int) -> Mapping[str, Any]:
+            salt = f"{self._settings.nonce}/{name}/{self._repeat}/{script}/{turn}"
+            return {**FORGET, "cache_salt": salt} if salted else FORGET
+
+        return fields
+
+    def _flush_pool(self, server: RunningServer) -> None:
+        """Fill the pool with other prompts. The memory tier keeps them: they are computed once in a process."""
+        self._say("flushing the pool")
+        if not self._filler:
+            share = FILLER_SHARE * self._room.pool_tokens
+            texts = [self._write.document(share, "filler", self._repeat, i) for i in range(FILLERS)]
+            self._filler = tuple(Script((Prompt((message("user", text),), 1),)) for text in texts)
+        done = run(server.endpoint, self._filler, loop(self._settings, FILLER, self._repeat))
+        self._asked += len(done.samples)
+        server.flush()
+
+    def _drop_page_cache(self) -> int | None:
+        """Bytes of the store that are still in memory. Before every pass: what one reads, the kernel reads beyond."""
+        page_cache.drop(self._store)
+        return page_cache.resident_bytes(self._store)
+
+    @property
+    def _store(self) -> Path:
+        return self._folder / "store"
+
+    @contextmanager
+    def _serving(self, what: str, *, local: bool) -> Iterator[RunningServer]:
+        """A process that has been warmed up by prompts whose KV nobody can meet."""
+        self._say(what)
+        arm = self._arm
+        with serving(arm.model, self._options(local=local), arm.endpoint, arm.program) as server:
+            for i in range(WARM_UPS):
+                text = self._write.document(min(WARM_UP_TOKENS, self._room.pool_tokens / 2), "warm-up", what, i)
+                salted = {**FORGET, "cache_salt": f"warm-up/{self._repeat}/{what}/{i}"}
+                answer = ask(server.endpoint, [message("user", text)], 2, salted)
+                if answer.error is not None:
+                    raise ConfigError(f"the server answered its first prompt with {answer.error}: {answer.detail}")
+            self._asked = WARM_UPS
+            yield server
+
+    def _options(self, *, local: bool) -> list[str]:
+        """The pool holds what one cell needs, so that flushing it takes little; tiers hold everything."""
+        arm, options = self._arm, [*self._arm.options]
+        if not any(word.partition("=")[0] == "--kv-memory" for word in options):
+            options += ["--kv-memory", str(int(self._room.pool_tokens * HEADROOM * arm.kv_bytes_per_token))]
+        if not arm.has_store:
+            return options
+        options += ["--key-file", str(self._folder / "keys" / "keyring.json")]
+        if local:
+            options += self._local_tiers()
+        if arm.remote is not None:
+            options += ["--remote", arm.remote, "--store-ttl", str(REMOTE_TTL_S)]
+        return options
+
+    def _local_tiers(self) -> list[str]:
+        everything = self._room.tokens + 2 * self._room.pool_tokens  # the filler as well
+        size_bytes = int(everything * HEADROOM * HEADROOM * self._arm.kv_bytes_per_token)
+        disk_bytes = max(LEAST_DISK_BYTES, 2 * size_bytes)
+        if disk_bytes > (free_bytes := shutil.disk_usage(self._folder).free):
+            raise ConfigError(
+                f"the run needs {format_size(disk_bytes)} of disk, but {format_size(free_bytes)} are free in "
+                f"{self._arm.place}; name another disk with --store, or make --context or --scripts smaller"
+            )
+        tiers = ["--store", str(self._store), "--disk-size", str(disk_bytes)]
+        return tiers + (["--ram", str(size_bytes + MORE_RAM_BYTES)] if State.R in self._wanted else [])
+
+
+def room(cells: Sequence[tuple[Cell, Work]], encode: Spell) -> Room:
+    """What these prompts and their answers take, shared beginnings counted once; and what may be under way at once."""
+    most = every = 0
+    for cell, work in cells:
+        seen, unique, longest = Seen(), 0, 0
+        for prompt in prompts_of((*work.fill, *work.probe)):
+            units = encode(prompt)
+            unique += len(units) - seen.shared(units) + prompt.output_tokens
+            longest = max(longest, len(units) + prompt.output_tokens)
+            seen.add(units)
+        most = max(most, unique, min(cell.at_once, len(work.baseline)) * longest)
+        every += unique
+    return Room(max(most, LEAST_POOL_TOKENS), every)
+
+
+def loaded_bytes(counters: Counters, tier: str) -> float:
+    """Bytes of KV that the store read from a tier; a remote tier's name is its address."""
+    if tier == "remote":
+        return counters.beyond("kvire_store_loaded_bytes_total", ("memory", "disk"))
+    return counters.of("kvire_store_loaded_bytes_total", tier)

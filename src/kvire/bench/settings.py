@@ -1,0 +1,93 @@
+"""What a run is to measure: frozen, and checked before anything starts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvire.bench.metrics import Slo
+from kvire.bench.prompts import Writer
+from kvire.bench.states import State
+from kvire.bench.traces import TraceScale, read_trace, trace_work
+from kvire.bench.workloads import SHORT, SHORT_TOKENS, Size, Work, maker
+from kvire.core.errors import ConfigError
+
+TRACE = "trace"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One workload at one size. context_tokens: about how long its longest prompts are."""
+
+    workload: str
+    context_tokens: int
+    at_once: int
+
+    def __str__(self) -> str:
+        many = f", {self.at_once} at once" if self.at_once > 1 else ""
+        return f"{self.workload}, {self.context_tokens:,} tokens{many}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """states: which to measure. scripts: documents, conversations or agents in a pass. rate_per_s: of an open loop.
+    nonce: makes the prompts of this run new to every server. trace: a file to replay beside the workloads.
+    """
+
+    workloads: tuple[str, ...]
+    contexts: tuple[int, ...]
+    at_once: tuple[int, ...]
+    states: tuple[State, ...]
+    nonce: str
+    repeats: int = 5
+    scripts: int = 2
+    output_tokens: int = 16
+    seed: int = 0
+    rate_per_s: float | None = None
+    slo: Slo = field(default_factory=Slo)
+    trace: Path | None = None
+    trace_scale: TraceScale = field(default_factory=TraceScale)
+
+    def __post_init__(self) -> None:
+        for workload in self.workloads:
+            maker(workload)
+        if not self.workloads and self.trace is None:
+            raise ConfigError("there is nothing to measure: name a --workload or a --trace")
+        _at_least("--repeats", 1, self.repeats)
+        _at_least("--scripts", 1, self.scripts)
+        _at_least("--output-tokens", 2, self.output_tokens)
+        _at_least("--context", 64, *self.contexts)
+        _at_least("--concurrency", 1, *self.at_once)
+        if self.rate_per_s is not None and not self.rate_per_s > 0:
+            raise ConfigError(f"--rate is a number of requests a second above 0, got {self.rate_per_s:g}")
+        if self.trace is not None:
+            if not (0 < self.trace_scale.lengths <= 1 and self.trace_scale.speed > 0):
+                raise ConfigError("--scale lies between 0 and 1, and --speed above 0")
+            read_trace(self.trace, 1)
+
+    def cells(self) -> Iterator[Cell]:
+        """Every workload at every size."""
+        for at_once in self.at_once:
+            for workload in self.workloads:
+                contexts = (SHORT_TOKENS,) if workload == SHORT else self.contexts
+                for context_tokens in contexts:
+                    yield Cell(workload, context_tokens, at_once)
+        if self.trace is not None:
+            yield Cell(TRACE, max(self.contexts), 1)
+
+    def work(self, cell: Cell, write: Writer, repeat: int) -> Work:
+        """The prompts of one repeat: the same for every server, new in every repeat."""
+        size = Size(cell.context_tokens, self.scripts, cell.at_once, self.output_tokens)
+        if cell.workload == TRACE:
+            assert self.trace is not None
+            records = read_trace(self.trace, self.trace_scale.requests)
+            return trace_work(records, self.trace_scale, Writer(write.scale, write.seed + repeat, write.nonce), size)
+        return maker(cell.workload)(write, size, f"{cell}/{repeat}")
+
+    def states_of(self, work: Work) -> tuple[State, ...]:
+        """Those that a work has: without a probe nothing is to be found anywhere."""
+        return tuple(state for state in self.states if work.probe or state in {State.E, State.Z})
+
+
+def _at_least(option: str, least: int, *values: int) -> None:
+    if not values or min(values) < least:
+        raise ConfigError(f"{option} must be at least {least}, got {min(values, default='nothing')}")

@@ -1,0 +1,208 @@
+"""Measuring this machine for the planner: prefill at several lengths, decode, and the store's local tiers."""
+
+import random
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.progress import BarColumn, Progress, TextColumn
+
+from kvire.bench.page_cache import drop
+from kvire.cli.display import console
+from kvire.cli.plan_model import find_model
+from kvire.core.config import StoreConfig
+from kvire.core.errors import ConfigError, KvireError
+from kvire.core.memory import available_bytes
+from kvire.llm import LLM
+from kvire.plan.calibration import SCHEMA, Prefill, fit
+from kvire.plan.hardware import Machine
+from kvire.plan.serve import Prompt
+from kvire.plan.shape import Shape, Storage
+
+LENGTHS = (256, 1024, 3072)  # of prompts; a plan between and a little beyond them is measured, the rest is scaled
+REPEATS = 3
+TAIL_TOKENS = 32  # of another question about the same text
+WARM_TOKENS = 64  # of a first prompt that is not counted: it touches everything for the first time
+DECODE_TOKENS = 24
+FLUSH_S = 60.0
+STORE_BYTES = 2 << 30
+POOL_BYTES = 1 << 30
+MOST_BYTES_PER_S = 100e9  # where noise hides what a tier takes: no memory of one socket is copied faster
+
+TIERS = {"R": "memory", "D": "disk"}  # by tier state: the store's names
+
+
+class Asked(NamedTuple):
+    """A kind of request. state: of the tier that the prompt's beginning lies in. new_tokens: at its end."""
+
+    state: str
+    tokens: int
+    new_tokens: int
+
+
+@dataclass(slots=True)
+class Samples:
+    """ttft_s: seconds to the first token, by what was asked. decode_s: per token after it, at the shortest length."""
+
+    ttft_s: dict[Asked, list[float]] = field(default_factory=lambda: defaultdict(list))
+    decode_s: list[float] = field(default_factory=list)
+
+
+def measure(model: str, kv_dtype: str, lengths: Sequence[int] = LENGTHS, repeats: int = REPEATS) -> dict[str, Any]:
+    """The calibration record (schema kvire.calibration/1) of this machine with this model. Progress on standard error.
+
+    Raises ConfigError for a model that cannot be measured here, such as a card of a model that is not installed.
+    """
+    shape, free = find_model(model).shape, available_bytes()
+    return record(model, kv_dtype, shape, free, collect(model, kv_dtype, lengths, repeats))
+
+
+def collect(model: str, kv_dtype: str, lengths: Sequence[int], repeats: int) -> Samples:
+    """Times in the states E, G, R and D, length after length, so that a machine's moods touch all alike."""
+    samples = Samples()
+    with Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as bars:
+        task = bars.add_task("measuring this machine", total=2 * repeats * len(lengths))
+        for state in ("R", "D"):
+            with tempfile.TemporaryDirectory(prefix="kvire-plan-") as folder:
+                place, advance = _Place(state, Path(folder)), partial(bars.advance, task)
+                _one_tier(place, model, kv_dtype, list(lengths) * repeats, samples, advance)
+    return samples
+
+
+def record(model: str, kv_dtype: str, shape: Shape, free_bytes: int, samples: Samples) -> dict[str, Any]:
+    """What was measured, and the constants that fit it."""
+    import torch  # noqa: PLC0415  (the engine has loaded it)
+
+    medians = {key: statistics.median(times) for key, times in samples.ttft_s.items()}
+    storage = Storage(kv_dtype, 16)
+    prefills = [
+        Prefill(asked.tokens - asked.new_tokens, asked.tokens, seconds)
+        for asked, seconds in medians.items()
+        if asked.state in ("E", "G")
+    ]
+    overhead_s, linear, attention = fit(shape, prefills)
+    fitted = Machine("fitted", "fitted", linear, attention, overhead_s)
+    shortest = min(asked.tokens for asked in medians)
+    read_bytes = shape.weights.read_bytes(1, "float32") + shape.sequence_bytes(shortest, storage)
+    return {
+        "schema": SCHEMA,
+        "date": datetime.now(UTC).date().isoformat(),
+        "model": model,
+        "kv_dtype": kv_dtype,
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": free_bytes,
+        "overhead_s": overhead_s,
+        "linear_flops_per_s": linear,
+        "attention_flops_per_s": None if attention == float("inf") else attention,
+        "decode_bytes_per_s": read_bytes / statistics.median(samples.decode_s),
+        "tiers": {name: _tier_speed(shape, storage, fitted, medians, state) for state, name in TIERS.items()},
+        "samples": [asked._asdict() | {"ttft_s": times} for asked, times in samples.ttft_s.items()],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One tier to measure, in a folder of its own. state: R for memory, D for disk."""
+
+    state: str
+    folder: Path
+
+    @property
+    def store(self) -> StoreConfig:
+        """A store of that tier alone."""
+        keys = self.folder / "keys" / "keyring.json"
+        if self.state == "R":
+            return StoreConfig(ram_bytes=STORE_BYTES, key_file=keys)
+        return StoreConfig(path=self.folder / "store", disk_bytes=STORE_BYTES, key_file=keys)
+
+    def make_cold(self) -> None:
+        """Let nothing but the tier itself have what was stored."""
+        if self.state == "D":
+            drop(self.folder / "store")
+
+
+def _one_tier(
+    place: _Place, model: str, kv_dtype: str, lengths: Sequence[int], samples: Samples, advance: Callable[[], object]
+) -> None:
+    """Every length: nothing kept (E), the pool (G), another question on it, and with an empty pool the tier."""
+    name = TIERS[place.state]
+    try:
+        llm = LLM(model, store=place.store, kv_dtype=kv_dtype, kv_memory=POOL_BYTES)
+    except KvireError as error:
+        raise ConfigError(f"{model} cannot be measured here: {error}. Try kvire plan smollm2 --calibrate") from error
+    with llm:
+        _ask(llm, _tokens(llm, WARM_TOKENS))
+        for length in lengths:
+            ids = _tokens(llm, length)
+            samples.ttft_s[Asked("E", length, length)].append(_ask(llm, ids))
+            samples.ttft_s[Asked("G", length, 1)].append(_ask(llm, ids))
+            asks_on = ids[:-TAIL_TOKENS] + _tokens(llm, TAIL_TOKENS)
+            samples.ttft_s[Asked("G", length, TAIL_TOKENS)].append(_ask(llm, asks_on))
+            if not llm.engine.link.store.flush(FLUSH_S):
+                raise ConfigError(f"the {name} tier did not take what it was given within {FLUSH_S:.0f} s")
+            llm.clear_cache()
+            place.make_cold()
+            samples.ttft_s[Asked(place.state, length, 1)].append(_ask(llm, ids, from_tier=name))
+            advance()
+        samples.decode_s.append(_decode_s(llm, _tokens(llm, min(lengths))))
+
+
+def _ask(llm: LLM, ids: list[int], from_tier: str | None = None) -> float:
+    """Seconds to the first token. Raises ConfigError if a prompt that should come from a tier was computed."""
+    result = llm.generate(ids, max_tokens=1, temperature=0, ignore_eos=True)
+    if from_tier and getattr(result.cache, f"{from_tier}_tokens") < len(ids) - 2 * llm.engine.config.block_size:
+        raise ConfigError(
+            f"of {len(ids)} tokens the {from_tier} tier gave {getattr(result.cache, f'{from_tier}_tokens')}: computing "
+            "was faster, or the tier is in trouble, so its speed cannot be measured"
+        )
+    return result.timing.ttft_s
+
+
+def _decode_s(llm: LLM, ids: list[int]) -> float:
+    return llm.generate(ids, max_tokens=DECODE_TOKENS, temperature=0, ignore_eos=True).timing.tpot_s
+
+
+def _tokens(llm: LLM, count: int) -> list[int]:
+    """A prompt that nobody has asked before."""
+    vocabulary = len(llm.tokenizer)
+    return [random.randrange(vocabulary // 50, vocabulary * 4 // 5) for _ in range(count)]  # noqa: S311 - no secret
+
+
+def _tier_speed(
+    shape: Shape, storage: Storage, who: Machine, medians: Mapping[Asked, float], state: str
+) -> dict[str, float]:
+    """Latency and rate that explain what a tier adds to computing what it cannot give, by least squares over lengths.
+
+    The plan adds the same computing again, so that what the fitted machine gets wrong there cancels.
+    """
+    import numpy as np  # noqa: PLC0415
+
+    sizes, added = [], []
+    for asked, seconds in medians.items():
+        if asked.state == state:
+            reused = Prompt(asked.tokens).reused(storage.block_tokens)
+            size = shape.sequence_bytes(reused, storage)
+            sizes.append(size)
+            added.append(max(size / MOST_BYTES_PER_S, seconds - who.prefill_s(shape, reused, asked.tokens)))
+    weighted = np.stack([1 / np.array(added), np.array(sizes) / np.array(added)], axis=1)
+    (latency_s, per_byte), *_ = np.linalg.lstsq(weighted, np.ones(len(sizes)), rcond=None)
+    if latency_s < 0 or per_byte <= 0:
+        latency_s, per_byte = 0.0, sum(added) / sum(sizes)
+    return {"latency_s": float(latency_s), "bytes_per_s": float(1 / per_byte)}
+
+
+def _cpu_name() -> str:
+    import platform  # noqa: PLC0415
+
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,128 @@
+"""Which model is planned for: a card, or any place that holds a config. Loads no weights."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvire.core.errors import ConfigError, KvireError, ModelNotFoundError
+from kvire.plan.cards import card, find_card
+from kvire.plan.families import FAMILIES, NESTED
+from kvire.plan.read_shape import checkpoint_dtypes, read_shape, shape_of_groups
+from kvire.plan.shape import Shape, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """title, source: for people. verified: whether the config is known to be the model's. name: as it was given."""
+
+    name: str
+    title: str
+    source: str
+    verified: bool
+    shape: Shape
+
+
+def find_model(name: str) -> PlannedModel:
+    """A directory, a config.json, a .gguf file, a card, or a hub id, in that order.
+
+    Raises ModelNotFoundError, or ConfigError naming what of the config is not known.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _of_directory(name, path)
+    if path.is_file():
+        return _of_file(name, path)
+    if (found := find_card(name)) is not None:
+        source = f"{found.source}; {found.note}" if found.note else found.source
+        return PlannedModel(found.name, found.title, source, found.verified, read_shape(found.config))
+    if "/" in name:
+        return _of_hub(name)
+    return PlannedModel(
+        name, name, "", verified=False, shape=read_shape(card(name).config)
+    )  # raises, naming the nearest
+
+
+def _of_directory(name: str, path: Path) -> PlannedModel:
+    from kvire.models.checkpoint import read_config  # noqa: PLC0415  (--help must not wait for it)
+
+    config = read_config(path)
+    return PlannedModel(name, path.resolve().name, str(path / "config.json"), verified=True, shape=_shape(config, path))
+
+
+def _of_file(name: str, path: Path) -> PlannedModel:
+    if path.suffix == ".gguf":
+        from kvire.models.gguf_config import config_from_gguf  # noqa: PLC0415
+        from kvire.models.gguf_header import GgufHeader  # noqa: PLC0415
+
+        header = GgufHeader(path)
+        shape = _counted(_shape(config_from_gguf(header)), sum(int(t.n_elements) for t in header.tensors.values()))
+        shape = replace(shape, notes=(*shape.notes, "weights are counted as if unquantised, as the engine keeps them"))
+        return PlannedModel(name, path.name, str(path), verified=True, shape=shape)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no config.json: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is no config.json: it holds no JSON object")
+    return PlannedModel(name, path.resolve().parent.name, str(path), verified=True, shape=_shape(config))
+
+
+def _of_hub(name: str) -> PlannedModel:
+    from kvire.models.hub import is_hub_id  # noqa: PLC0415
+
+    if not is_hub_id(name):
+        raise ModelNotFoundError(f"there is no file or directory {name}")
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415
+
+    try:
+        path = Path(hf_hub_download(name, "config.json"))
+    except Exception as error:  # the hub client raises errors of its HTTP library as well as its own
+        raise ModelNotFoundError(
+            f"{name}: its config.json is neither in the hub's local cache nor to be had ({type(error).__name__}). Save "
+            "it and pass the file, or plan with a card: kvire plan --cards"
+        ) from error
+    return replace(_of_file(name, path), title=name, source=f"config.json of {name} on the hub")
+
+
+def _shape(config: Mapping[str, Any], folder: Path | None = None) -> Shape:
+    """By the planner's own rules where it has some, else by the engine's, which need weights to be counted."""
+    from kvire.models.families import SUPPORTED, kv_groups  # noqa: PLC0415  (--help must not wait for it)
+
+    kind = config.get("model_type")
+    parameters = None if folder is None or config.get("quantization_config") else _parameters(folder)
+    try:
+        shape = read_shape(config)
+    except ConfigError as refusal:
+        if kind not in SUPPORTED or kind in FAMILIES or kind in NESTED:  # rules that refuse are not to be got around
+            raise
+        if parameters is None:
+            raise ConfigError(
+                f"{refusal}. The engine knows what it keeps, but then the parameters are counted from the weight "
+                "files: pass the whole directory, unquantised"
+            ) from refusal
+        weights = Weights(parameters, counted=True, dtypes=checkpoint_dtypes(config))
+        return shape_of_groups(config, kv_groups(config), weights)
+    return shape if parameters is None or kind in NESTED else _counted(shape, parameters)
+
+
+def _parameters(folder: Path) -> int | None:
+    """Numbers in the weight files; None where there are none, or none that can be read."""
+    from kvire.models.checkpoint import open_checkpoint  # noqa: PLC0415
+
+    try:
+        return open_checkpoint(folder).parameters()
+    except KvireError:
+        return None
+
+
+def _counted(shape: Shape, parameters: int) -> Shape:
+    """With the parameters of the files. Raises ConfigError if they are far from what the config says."""
+    weights = shape.weights
+    if not 0.9 < parameters / weights.total < 1.1:
+        raise ConfigError(
+            f"the weight files hold {parameters:,} parameters, and the config says {weights.total:,}: they do not "
+            "belong together, or the config describes something that is not known here"
+        )
+    return replace(shape, weights=replace(weights, dense=parameters - weights.experts, counted=True))

@@ -1,0 +1,145 @@
+"""`kvire replay`: what a cache of which size would have hit on a recorded trace."""
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from kvire.core.errors import ConfigError
+from kvire.core.memory import parse_size
+
+if TYPE_CHECKING:
+    from kvire.replay.report import Size, TierSize
+    from kvire.replay.trace import Trace
+
+EPILOG = (
+    "Example: kvire replay mooncake_conversation_trace.jsonl --policy lru --policy s3-fifo --policy optimum "
+    "--capacity 1% --capacity 5M --picture curves.svg. What traces look like: docs/replay.md"
+)
+DEFAULT_CAPACITIES = ("1%", "5%", "10%", "25%", "50%", "100%")
+TIERS = ("memory", "disk")
+TOKEN_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+
+
+def replay(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE",
+            help="A Mooncake .jsonl, a session of kv-cache-tester or a folder of them, or Kvire's own .jsonl.",
+            show_default=False,
+        ),
+    ],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="lru, store, lfu, gdsf, cost-aware, s3-fifo, sieve, ttl=SECONDS, optimum, or all; may be repeated. "
+            "By default lru, which is what the store does, and optimum.",
+            show_default=False,
+        ),
+    ] = None,
+    capacity: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Tokens (500k, 5M), a share of the working set (5%), or bytes (100GB); may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The store's tiers instead of curves: memory=SIZE and disk=SIZE, sizes as --capacity.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Whose tokens the bytes hold: as in kvire plan MODEL.", show_default=False)
+    ] = None,
+    bytes_per_token: Annotated[
+        int | None, typer.Option(help="How many bytes the KV of one token takes.", min=1, show_default=False)
+    ] = None,
+    spread: Annotated[
+        bool, typer.Option("--spread", help="Spread requests of one time stamp until the next; matters for ttl only.")
+    ] = False,
+    half: Annotated[
+        int | None,
+        typer.Option(
+            help="Only the first or second half: of the sessions, or of the requests.", min=1, max=2, show_default=False
+        ),
+    ] = None,
+    coarse: Annotated[
+        int, typer.Option(help="Join so many blocks into one: faster, and a little less to hit.", min=1)
+    ] = 1,
+    picture: Annotated[Path | None, typer.Option(help="Draw the curves: .svg or .png.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON (schema kvire.replay/1).")] = False,
+) -> None:
+    """Hit rates of a trace against capacity, by policy, beside the best possible. No model and no GPU needed."""
+    from kvire.cli import replay_show  # noqa: PLC0415  (--help must not wait for it)
+    from kvire.cli.store_place import late_progress  # noqa: PLC0415
+    from kvire.replay.formats import read_trace  # noqa: PLC0415
+    from kvire.replay.policies import DEFAULT_POLICIES, POLICIES  # noqa: PLC0415
+    from kvire.replay.report import build, build_tiers  # noqa: PLC0415
+
+    if tier and (policy or capacity or picture):
+        raise ConfigError("--tier replays the store as it is: leave out --policy, --capacity and --picture")
+    with late_progress() as report:
+        trace = read_trace(path, report)
+        trace = trace if half is None else trace.halves()[half - 1]
+        trace = trace.coarse(coarse) if coarse > 1 else trace
+        trace = trace.spread() if spread else trace
+        token_bytes = _token_bytes(model, bytes_per_token)
+        if tier:
+            values = build_tiers(trace, _tiers(tier, trace, token_bytes), spread=spread, report=report)
+        else:
+            names = list(POLICIES) if policy == ["all"] else list(dict.fromkeys(policy or DEFAULT_POLICIES))
+            sizes = {_size(text, trace, token_bytes) for text in capacity or DEFAULT_CAPACITIES}
+            values = build(trace, names, sorted(sizes, key=lambda size: size.tokens), spread=spread, report=report)
+    if picture is not None:
+        replay_show.draw(values, picture)
+    if as_json:
+        print(json.dumps(values, ensure_ascii=False, indent=1))
+    else:
+        replay_show.show(values, Console(highlight=False))
+
+
+def _token_bytes(model: str | None, bytes_per_token: int | None) -> int | None:
+    if model is None or bytes_per_token is not None:
+        return bytes_per_token
+    from kvire.cli.plan_model import find_model  # noqa: PLC0415
+    from kvire.plan.shape import Storage  # noqa: PLC0415
+
+    return find_model(model).shape.growing_bytes(Storage())
+
+
+def _tiers(asked: list[str], trace: "Trace", token_bytes: int | None) -> "list[TierSize]":
+    from kvire.replay.report import TierSize  # noqa: PLC0415
+
+    sizes = {}
+    for text in asked:
+        name, _, size = text.partition("=")
+        if name not in TIERS or not size or name in sizes:
+            raise ConfigError(f"--tier {text}: write memory=SIZE and disk=SIZE, each at most once")
+        sizes[name] = _size(size, trace, token_bytes)
+    return [TierSize(name, sizes[name]) for name in TIERS if name in sizes]
+
+
+def _size(text: str, trace: "Trace", token_bytes: int | None) -> "Size":
+    """A capacity as people write it. Raises ConfigError."""
+    from kvire.replay.report import Size  # noqa: PLC0415
+
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)\s*(%?)\s*", text.lower())
+    if match is None:
+        size_bytes = parse_size(text, "--capacity")
+        if token_bytes is None:
+            raise ConfigError(f"how many tokens are {text}? add --model MODEL or --bytes-per-token N")
+        return Size(size_bytes // token_bytes, size_bytes)
+    number, unit, percent = match.groups()
+    if percent:
+        tokens = int(float(number) * TOKEN_UNITS[unit] * trace.working_set_tokens / 100)
+        tokens = max(tokens, trace.block_tokens)
+    else:
+        tokens = int(float(number) * TOKEN_UNITS[unit])
+    return Size(tokens, None if token_bytes is None else tokens * token_bytes)

@@ -1,0 +1,104 @@
+"""A replay as a table and as a picture."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvire.core.errors import ConfigError
+from kvire.core.memory import format_size
+
+FORMATS = (".svg", ".png")
+
+
+def show(values: dict[str, Any], out: Console) -> None:
+    """Print what `kvire.replay.report` built."""
+    trace = values["trace"]
+    out.print(
+        f"{trace['name']} ({trace['format']}): {trace['requests']:,} requests in {trace['duration_s']:,.0f} s, "
+        f"{tokens(trace['input_tokens'])} input tokens, blocks of {values['block_tokens']}, "
+        f"arrivals {trace['arrivals']}",
+        soft_wrap=True,
+    )
+    out.print(
+        f"with room for everything ({tokens(trace['working_set_tokens'])} tokens): "
+        f"{values['ideal_hit_rate']:.1%} of the tokens hit, in {values['ideal_request_hit_rate']:.1%} of the requests",
+        soft_wrap=True,
+    )
+    for line in trace["skipped"]:
+        out.print(f"skipped: {line}", soft_wrap=True, markup=False)
+    out.print(_tiers(values) if "tiers" in values else _curves(values))
+
+
+def _curves(values: dict[str, Any]) -> Table:
+    table = Table(title="share of prompt tokens that hit", title_justify="left")
+    table.add_column("capacity, tokens", justify="right")
+    points = values["curves"][0]["points"]
+    in_bytes = "capacity_bytes" in points[0]
+    if in_bytes:
+        table.add_column("bytes", justify="right")
+    table.add_column("of working set", justify="right")
+    for curve in values["curves"]:
+        table.add_column(curve["policy"], justify="right", overflow="fold")
+    for row, point in enumerate(points):
+        size = point["capacity_tokens"]
+        table.add_row(
+            tokens(size),
+            *([format_size(point["capacity_bytes"])] if in_bytes else []),
+            f"{size / values['trace']['working_set_tokens']:.1%}",
+            *(f"{curve['points'][row]['hit_rate']:.3f}" for curve in values["curves"]),
+        )
+    return table
+
+
+def _tiers(values: dict[str, Any]) -> Table:
+    table = Table(title="share of prompt tokens that hit, by tier", title_justify="left")
+    table.add_column("tier")
+    table.add_column("capacity, tokens", justify="right")
+    table.add_column("hit rate", justify="right")
+    store, best = (curve["points"][0] for curve in values["curves"])
+    for tier in values["tiers"]:
+        table.add_row(tier["name"], tokens(tier["capacity_tokens"]), f"{store['hit_rate_by_tier'][tier['name']]:.3f}")
+    table.add_section()
+    table.add_row("together", tokens(store["capacity_tokens"]), f"{store['hit_rate']:.3f}")
+    table.add_row("optimum", tokens(best["capacity_tokens"]), f"{best['hit_rate']:.3f}")
+    return table
+
+
+def tokens(count: float) -> str:
+    """1.50 M, 512."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f}"
+
+
+def draw(values: dict[str, Any], path: Path) -> None:
+    """Write the curves to `path`. Raises ConfigError for another ending, without matplotlib, or if it cannot be
+    written.
+    """
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"a picture ends in {' or '.join(FORMATS)}, not {path.suffix!r}")
+    try:
+        import matplotlib as mpl  # noqa: PLC0415  (slow, and seldom needed)
+    except ImportError as error:
+        raise ConfigError("pictures need matplotlib: pip install matplotlib") from error
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for curve in values["curves"]:
+        sizes = [point["capacity_tokens"] for point in curve["points"]]
+        axes.plot(sizes, [point["hit_rate"] for point in curve["points"]], marker="o", label=curve["policy"])
+    axes.axhline(values["ideal_hit_rate"], color="black", linestyle="--", label="room for everything")
+    axes.set(xscale="log", ylim=(0, 1), xlabel="capacity, tokens", ylabel="share of prompt tokens that hit")
+    axes.set_title(values["trace"]["name"])
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(loc="best")
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}") from error
+    finally:
+        plt.close(figure)

@@ -1,0 +1,5 @@
+"""What request logs say about caching: what could have been reused, where prompts part, and what that costs.
+
+Needs no model and no GPU, and sends nothing anywhere; only `live.py` speaks to a server, the one it is pointed at.
+No engine here, and no reading of options: `cli/doctor.py` does that. Read `prompt.py` first, then `diagnose.py`.
+"""

@@ -1,0 +1,137 @@
+"""What a diagnosis is made of: findings by cause and place, and totals."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvire.doctor.causes import ADVICE, Cause
+from kvire.doctor.rules import CacheRules, Reuse
+
+MOST_SHOWN_BYTES = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Where a cause was first seen. line, other_line: of the logs, whose names are empty where there is only one.
+    character: in the part that `place` names, from 0. token: how many tokens of the prompt come before it. piece,
+    other_piece: what stands there in the two prompts.
+    """
+
+    log: str
+    line: int
+    other_log: str
+    other_line: int
+    place: str
+    character: int
+    token: int
+    piece: str
+    other_piece: str
+
+
+@dataclass(slots=True)
+class Finding:
+    """One cause in one kind of place, or several close together.
+
+    tokens: what prompts would have shared without it, beyond what they did share, if the causes before it in the same
+    prompts are mended too. by_rules: of these, what each provider's cache would have given back. first_token,
+    last_token: where in prompts it stood, counted as in Example.
+    """
+
+    causes: tuple[Cause, ...]
+    where: str
+    example: Example
+    requests: int = 0
+    tokens: int = 0
+    by_rules: list[int] = field(default_factory=list)
+    first_token: int = 0
+    last_token: int = 0
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        return " ".join(ADVICE[cause] for cause in self.causes)
+
+
+@dataclass(slots=True)
+class RuleTotals:
+    """Tokens of all prompts under one provider's rules; see Reuse."""
+
+    rules: CacheRules
+    cached: int = 0
+    too_old: int = 0
+    no_breakpoint: int = 0
+    too_short: int = 0
+    partial_step: int = 0
+
+    def add(self, reuse: Reuse) -> None:
+        """One more prompt."""
+        self.cached += reuse.tokens
+        self.too_old += reuse.too_old
+        self.no_breakpoint += reuse.no_breakpoint
+        self.too_short += reuse.too_short
+        self.partial_step += reuse.partial_step
+
+
+@dataclass(slots=True)
+class Measured:
+    """What `usage` says, over the requests whose usage counts cached tokens. ideal_tokens: what they could have."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    ideal_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Totals:
+    """The whole log. malformed: lines; malformed_first: the first of them, log, line and reason. incomplete: requests
+    whose prompt is partly kept by the provider; not in any figure. media: images and files, whose tokens are not known.
+    backwards: requests with an earlier time than the one before. first_s, latest_s: the earliest and latest time;
+    last_s: of the last request.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    prompt_bytes: int = 0
+    ideal_tokens: int = 0
+    malformed: int = 0
+    malformed_first: list[tuple[str, int, str]] = field(default_factory=list)
+    incomplete: int = 0
+    media: int = 0
+    timed: int = 0
+    backwards: int = 0
+    first_s: float | None = None
+    latest_s: float | None = None
+    last_s: float | None = None
+    with_breakpoints_api: int = 0
+    without_breakpoint: int = 0
+    too_many_breakpoints: int = 0
+    apis: dict[str, int] = field(default_factory=dict)
+    models: dict[str, int] = field(default_factory=dict)
+    measured: Measured = field(default_factory=Measured)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Everything that was found. findings: most tokens first. token_method: how tokens were counted. forgotten_bytes:
+    text that had to make room in the index; if there is any, shares are lower bounds.
+    """
+
+    totals: Totals
+    by_rules: Sequence[RuleTotals]
+    findings: Sequence[Finding]
+    token_method: str
+    forgotten_bytes: int
+    memory_bytes: int
+
+
+def masked(text: str) -> str:
+    """The shape of a piece: digits as 9, letters as a and A."""
+    return "".join(
+        "9" if one.isdigit() else ("A" if one.isupper() else "a") if one.isalpha() else one for one in shortened(text)
+    )
+
+
+def shortened(text: str) -> str:
+    """At most MOST_SHOWN_BYTES characters, on one line."""
+    line = "".join(one if one.isprintable() else "\N{MIDDLE DOT}" for one in text)
+    return line if len(line) <= MOST_SHOWN_BYTES else line[: MOST_SHOWN_BYTES - 1] + "\N{HORIZONTAL ELLIPSIS}"

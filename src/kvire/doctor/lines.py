@@ -1,0 +1,68 @@
+"""Lines of log files, gzip or not, or of standard input, without holding more than one."""
+
+import gzip
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from kvire.core.errors import ConfigError
+
+LONGEST_LINE_BYTES = 64 << 20
+GZIP_MAGIC = b"\x1f\x8b"
+# What a line is that is longer than LONGEST_LINE_BYTES: no JSON, so it is counted as malformed.
+TOO_LONG = b"{ too long"
+
+
+class Readable(Protocol):
+    """What gives lines."""
+
+    def readline(self, size: int, /) -> bytes:
+        """The next one, or as much of it; empty at the end."""
+
+
+Progress = Callable[[int], None]  # hears how many more bytes of the file (as it lies there) were read
+REPORT_BYTES = 1 << 20
+
+
+def lines_of(path: str, progress: Progress | None = None) -> Iterator[bytes]:
+    """The lines of a file, or of standard input for "-", without their ends. Raises ConfigError."""
+    try:
+        if path == "-":
+            yield from _bounded(_plain(sys.stdin.buffer), None, progress)
+            return
+        with Path(path).open("rb") as file:
+            yield from _bounded(_plain(file), file, progress)
+    except (OSError, EOFError, zlib.error) as error:
+        name = "standard input" if path == "-" else path
+        raise ConfigError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _plain(file: BinaryIO) -> Readable:
+    """The file's content: gzip is known by its first two bytes, not by its name."""
+    peek = getattr(file, "peek", None)
+    if peek is not None and peek(2)[:2] == GZIP_MAGIC:
+        return gzip.GzipFile(fileobj=file)
+    return file
+
+
+def _bounded(content: Readable, file: BinaryIO | None, progress: Progress | None) -> Iterator[bytes]:
+    told = read = 0
+    while line := content.readline(LONGEST_LINE_BYTES):
+        read += len(line)
+        too_long = False
+        while not line.endswith(b"\n") and (more := content.readline(LONGEST_LINE_BYTES)):
+            too_long = True
+            line = more
+        yield TOO_LONG if too_long else line.rstrip(b"\r\n")
+        if progress is not None and read - told >= REPORT_BYTES:
+            progress(_position(file, read))
+            told = read
+    if progress is not None:
+        progress(_position(file, read))
+
+
+def _position(file: BinaryIO | None, read: int) -> int:
+    """Bytes of the file itself: of a gzip fewer than of its content."""
+    return read if file is None else file.tell()

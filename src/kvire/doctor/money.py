@@ -1,0 +1,66 @@
+"""Tokens as money: whose prices a log is reckoned with, and what reused tokens save there."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvire.core.errors import ConfigError
+from kvire.doctor.rules import CacheRules
+from kvire.plan.prices import MILLION, Price, PriceTable
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A model's price, and which of the rules of a diagnosis are its cache's. in_log: whether the log asks for it."""
+
+    price: Price
+    rules: int
+    in_log: bool
+
+    def saved_usd(self, tokens: int) -> float:
+        """What it saves to have so many tokens of prompts found: each would else be written where writing is priced,
+        and be plain input where it is not.
+        """
+        missed = self.price.cache_write.get("5m", self.price.input)
+        return tokens * (missed - self.price.cached_input) / MILLION
+
+
+class Offers:
+    """All prices of a table with their distinct cache rules."""
+
+    def __init__(self, table: PriceTable) -> None:
+        self.table = table
+        self.rules = list(dict.fromkeys(map(rules_of, table.prices)))
+
+    def choose(self, models: Iterable[str], wanted: Sequence[str] = ()) -> list[Offer]:
+        """The priced models among those of a log, then the first of each other provider; or those that are wanted, by
+        name. Raises ConfigError if a wanted one has no price.
+        """
+        asked = [price for price in self.table.prices if any(_is_named(price.model, model) for model in models)]
+        if wanted:
+            chosen = [self.table.find(name) for name in wanted]
+        else:
+            chosen = list(asked)
+            for price in self.table.prices:
+                if price.provider not in {one.provider for one in chosen}:
+                    chosen.append(price)
+        return [Offer(price, self.rules.index(rules_of(price)), price in asked) for price in chosen]
+
+    def check(self, wanted: Sequence[str]) -> None:
+        """Raise ConfigError, before any work, if there is no price for a name."""
+        for name in wanted:
+            try:
+                self.table.find(name)
+            except ConfigError as error:
+                raise ConfigError(f"--price: {error}") from error
+
+
+def rules_of(price: Price) -> CacheRules:
+    """The rules of a model's cache. Where writing is priced, it happens only where a breakpoint asks for it."""
+    return CacheRules(price.minimum_tokens, price.step_tokens, price.ttl_s, explicit=bool(price.cache_write))
+
+
+def _is_named(priced: str, logged: str) -> bool:
+    """Whether a log's model name (with a vendor's prefix, a date, dashes for dots) means a priced model."""
+    plain = re.sub(r"[-@](?:20\d{6}|20\d\d-\d\d-\d\d|latest)$", "", logged.rsplit("/", 1)[-1].lower())
+    return plain.replace(".", "-") == priced.replace(".", "-")

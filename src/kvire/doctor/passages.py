@@ -1,0 +1,128 @@
+"""Differences inside a part: reasoning in tags, JSON, white space, passages, and simply other text."""
+
+import json
+import re
+from itertools import accumulate
+
+from kvire.doctor.causes import Cause
+from kvire.doctor.prompt import SYSTEM, TOOL, USER
+from kvire.doctor.sides import Sides
+from kvire.doctor.structure import permuted
+from kvire.doctor.volatile import Spans
+
+THINKING = re.compile(rb"<think(?:ing)?>.*?</think(?:ing)?>\s*", re.DOTALL)
+LONGEST_TAG_BYTES = 12
+LONGEST_JSON_BYTES = 256 << 10
+MOST_BRACKETS = 4
+BLANK = b" \t\r\n"
+# Of text that is the same again after other text: how much must agree, and how far away it is looked for.
+PROBE_BYTES = 48
+REACH_BYTES = 16 << 10
+
+
+def thinking(sides: Sides) -> Spans | None:
+    """<think>...</think> that only one of the prompts has, or that differs."""
+    if not sides.same_kind:
+        return None
+    new = _tagged(sides.new, sides.at, sides.new_part.start, sides.new_part.end)
+    old = _tagged(sides.old, sides.old_at, sides.old_part.start, sides.old_part.end)
+    if new is None and old is None:
+        return None
+    back = sides.at - new[0] if new else sides.old_at - old[0] if old else 0
+    new_start, old_start = sides.at - back, sides.old_at - back
+    return Spans(Cause.REASONING, new_start, new[1] if new else new_start, old_start, old[1] if old else old_start)
+
+
+def _tagged(text: bytes, at: int, start: int, end: int) -> tuple[int, int] | None:
+    """The tagged passage that a byte lies in or begins."""
+    opened = max(text.rfind(b"<think", start, min(at + LONGEST_TAG_BYTES, end)), start)
+    found = THINKING.match(text, opened, end)
+    return found.span() if found and found.start() <= at < found.end() else None
+
+
+def json_form(sides: Sides) -> Spans | None:
+    """The same JSON value, written in another way: order of keys, white space."""
+    new, old = sides.new_part, sides.old_part
+    if not sides.same_kind or max(len(new.text), len(old.text)) > LONGEST_JSON_BYTES:
+        return None
+    opened = [found.start() for found in re.finditer(rb"[{\[]", sides.new[new.start : sides.at])]
+    for offset in dict.fromkeys(opened[:MOST_BRACKETS] + opened[-MOST_BRACKETS:]):
+        start, old_start = new.start + offset, sides.old_at - (sides.at - new.start - offset)
+        a, b = _value(sides.new[start : new.end]), _value(sides.old[old_start : old.end])
+        if a is not None and b is not None and a[0] == b[0] and start + a[1] > sides.at:
+            return Spans(Cause.JSON_FORM, start, start + a[1], old_start, old_start + b[1])
+    return None
+
+
+def _value(text: bytes) -> tuple[object, int] | None:
+    """A JSON value at the front of a text, and how many bytes it takes."""
+    characters = text.decode("utf-8", "replace")
+    try:
+        value, end = json.JSONDecoder().raw_decode(characters)
+    except (ValueError, RecursionError):
+        return None
+    return value, len(characters[:end].encode())
+
+
+def white_space(sides: Sides) -> Spans | None:
+    """More, less or other white space, after which the text goes on the same."""
+    back = 0
+    while back < min(sides.at, sides.old_at) and sides.new[sides.at - back - 1] in BLANK:
+        back += 1
+    start, old_start = sides.at - back, sides.old_at - back
+    new_end, old_end = _after_blank(sides.new, start), _after_blank(sides.old, old_start)
+    differs = sides.new[start:new_end] != sides.old[old_start:old_end]
+    goes_on = _word(sides.new, new_end) == _word(sides.old, old_end)
+    return Spans(Cause.WHITE_SPACE, start, new_end, old_start, old_end) if differs and goes_on else None
+
+
+def _word(text: bytes, at: int) -> list[bytes]:
+    return text[at : at + 8].split(None, 1)[:1]
+
+
+def _after_blank(text: bytes, at: int) -> int:
+    while at < len(text) and text[at] in BLANK:
+        at += 1
+    return at
+
+
+def moved(sides: Sides) -> Spans | None:
+    """The same paragraphs (or lines) in another order."""
+    if not sides.same_kind:
+        return None
+    for separator in (b"\n\n", b"\n"):
+        found = sides.new.rfind(separator, sides.new_part.start, sides.at)
+        start = found + len(separator) if found >= 0 else sides.new_part.content
+        old_start = sides.old_at - (sides.at - start)
+        new, old = sides.new[start : sides.new_part.end], sides.old[old_start : sides.old_part.end]
+        passages, old_passages = new.split(separator), old.split(separator)
+        if count := permuted(passages, old_passages):
+            sizes = [list(accumulate(len(one) + len(separator) for one in each)) for each in (passages, old_passages)]
+            ends = [size[count - 1] - len(separator) for size in sizes]
+            return Spans(Cause.MOVED_PASSAGES, start, start + ends[0], old_start, old_start + ends[1])
+    return None
+
+
+def other_text(sides: Sides) -> Spans | None:
+    """Other text, up to where the prompts are the same again; None if they are not."""
+    new, old, at, old_at = sides.new, sides.old, sides.at, sides.old_at
+    ahead = 0
+    while at + ahead + PROBE_BYTES <= len(new) and ahead <= REACH_BYTES:
+        probe = at + ahead
+        found = old.find(new[probe : probe + PROBE_BYTES], old_at, old_at + REACH_BYTES)
+        if found >= 0:
+            while probe > at and found > old_at and new[probe - 1] == old[found - 1]:
+                probe, found = probe - 1, found - 1
+            return Spans(_place_cause(sides), at, probe, old_at, found)
+        ahead = ahead * 2 if ahead else 16
+    return None
+
+
+def _place_cause(sides: Sides) -> Cause:
+    part = sides.new_part
+    if part.kind == SYSTEM:
+        return Cause.SYSTEM
+    if part.kind == TOOL:
+        return Cause.TOOL_SET
+    is_last = part.number == sides.new_parts[-1].number
+    return Cause.CONTEXT if not part.kind or (part.kind == USER and is_last) else Cause.HISTORY

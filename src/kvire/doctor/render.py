@@ -1,0 +1,250 @@
+"""Bodies of requests as prompts: which text stands where in the prompt that the provider makes of them.
+
+Tools come first, then what constrains the answer's format, then the system prompt, then the messages. Anthropic gives
+this order for its cache (tools, system, messages); OpenAI's guide says the same of tools and of schemas, which go
+before the system message. The real templates add a few tokens per message, which are not known and not counted.
+"""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import xxhash
+
+from kvire.doctor import prompt as p
+
+TTL_5M_S, TTL_1H_S = 300, 3600
+ROLES = {
+    "system": p.SYSTEM,
+    "developer": p.SYSTEM,
+    "user": p.USER,
+    "assistant": p.ASSISTANT,
+    "model": p.ASSISTANT,
+    "tool": p.RESULT,
+    "function": p.RESULT,
+}
+MEDIA_TYPES = ("image", "file", "audio", "video")
+TOKEN_ID_BYTES = 4
+_DIGITS = [chr(0x30 + i) for i in range(64)]
+
+
+class UnknownBodyError(ValueError):
+    """No prompt is found in the body; the message says what is missing."""
+
+
+def of_text(text: str) -> p.Prompt:
+    """A prompt without any structure."""
+    return p.Prompt(text.replace(p.PART.decode(), " ").encode("utf-8", "surrogatepass"))
+
+
+def of_token_ids(ids: list[int]) -> p.Prompt:
+    """A prompt of token ids."""
+    if not all(0 <= i < 1 << 24 for i in ids):
+        raise UnknownBodyError("a token id is not in 0 ... 16,777,215")
+    out = p.PromptWriter()
+    out.add(p.TOKENS, "".join(_DIGITS[(i >> shift) & 63] for i in ids for shift in (18, 12, 6, 0)))
+    return out.prompt()
+
+
+def of_completion(body: dict[str, Any]) -> list[p.Prompt]:
+    """OpenAI completions: text, token ids, or a list of either."""
+    prompt = body["prompt"]
+    if isinstance(prompt, str):
+        return [of_text(prompt)]
+    if isinstance(prompt, list) and prompt:
+        if all(type(one) is int for one in prompt):
+            return [of_token_ids(prompt)]
+        return [made for one in prompt for made in of_completion({"prompt": one})]
+    raise UnknownBodyError("prompt is neither text nor token ids")
+
+
+def of_chat(body: dict[str, Any]) -> p.Prompt:
+    """OpenAI chat completions, and everything that looks like it; with cache_control, where a gateway passes it on."""
+    out = p.PromptWriter()
+    _tools(out, body.get("tools") or body.get("functions"))
+    _format(out, body.get("response_format"))
+    for message in _dicts(body["messages"], "messages"):
+        kind = ROLES.get(str(message.get("role")), p.OTHER)
+        if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+            out.add(p.REASONING, _as_text(reasoning))
+        name = message.get("name") or message.get("tool_call_id")
+        first = _content(out, kind, message.get("content"), name=f"{name}: " if name else "")
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") or {}
+            _add_call(out, function.get("name"), call.get("id"), function.get("arguments"), first=first)
+            first = False
+        if first:
+            out.add(kind, "")
+        _mark(out, message)
+    _mark(out, body)
+    return out.prompt()
+
+
+def of_responses(body: dict[str, Any]) -> p.Prompt:
+    """OpenAI responses: `instructions` and `input`."""
+    out = p.PromptWriter()
+    _tools(out, body.get("tools"))
+    _format(out, (body.get("text") or {}).get("format"))
+    if isinstance(body.get("instructions"), str):
+        out.add(p.SYSTEM, body["instructions"])
+    given = body["input"]
+    if isinstance(given, str):
+        out.add(p.USER, given)
+        return out.prompt()
+    for item in _dicts(given, "input"):
+        kind = item.get("type", "message")
+        if kind == "message":
+            if _content(out, ROLES.get(str(item.get("role")), p.OTHER), item.get("content")):
+                out.add(p.OTHER, "")
+        elif kind == "function_call":
+            _add_call(out, item.get("name"), item.get("call_id"), item.get("arguments"), first=True)
+        elif kind == "function_call_output":
+            out.add(p.RESULT, f"{item.get('call_id')}: {_result(out, item.get('output'))}")
+        elif kind == "reasoning":
+            out.add(p.REASONING, _as_text(item.get("encrypted_content") or item.get("summary") or ""))
+        elif kind == "computer_call_output":
+            out.add(p.RESULT, f"{item.get('call_id')}: {_digest(out, item.get('output'))}")
+        else:
+            out.add(p.OTHER, _as_text(item))
+    return out.prompt()
+
+
+def of_anthropic(body: dict[str, Any]) -> p.Prompt:
+    """Anthropic messages, with their cache breakpoints.
+
+    Settings that void the cached messages but not tools and system (tool_choice, thinking) stand between them.
+    """
+    out = p.PromptWriter()
+    for tool in _dicts(body.get("tools") or [], "tools"):
+        out.add(p.TOOL, _json(_unmarked(tool)))
+        _mark(out, tool)
+    system = body.get("system") or []
+    _blocks(out, p.SYSTEM, [{"type": "text", "text": system}] if isinstance(system, str) else system)
+    settings = {name: body[name] for name in ("tool_choice", "thinking") if body.get(name) is not None}
+    if settings:
+        out.add(p.SETTINGS, _json(settings))
+    for message in _dicts(body["messages"], "messages"):
+        kind = ROLES.get(str(message.get("role")), p.OTHER)
+        content = message.get("content")
+        _blocks(out, kind, [{"type": "text", "text": content}] if isinstance(content, str) else content)
+    _mark(out, body)
+    return out.prompt(has_breakpoints=True)
+
+
+def _blocks(out: p.PromptWriter, kind: str, blocks: Any) -> None:
+    first = True
+    for block in _dicts(blocks, "content"):
+        match block.get("type", "text" if "text" in block else ""):
+            case "text":
+                out.add(kind, _as_text(block.get("text")), first=first)
+            case "document" if isinstance(written := _written(block.get("source")), str):
+                out.add(kind, f"{block.get('title') or ''} {block.get('context') or ''} {written}", first=first)
+            case "thinking" | "redacted_thinking":
+                out.add(p.REASONING, _as_text(block.get("thinking") or block.get("data") or ""))
+                _mark(out, block)
+                continue
+            case "tool_use" | "server_tool_use":
+                _add_call(out, block.get("name"), block.get("id"), _json(block.get("input")), first=first)
+            case "tool_result":
+                out.add(p.RESULT, f"{block.get('tool_use_id')}: {_result(out, block.get('content'))}", first=first)
+            case _ if _is_media(block):
+                _media(out, block, first=first)
+            case _:
+                out.add(kind, _json(_unmarked(block)), first=first)
+        _mark(out, block)
+        first = False
+
+
+def _mark(out: p.PromptWriter, block: dict[str, Any]) -> None:
+    control = block.get("cache_control")
+    if isinstance(control, dict):
+        out.mark(TTL_1H_S if control.get("ttl") == "1h" else TTL_5M_S)
+
+
+def _content(out: p.PromptWriter, kind: str, content: Any, *, name: str = "") -> bool:
+    """Add a message's content; whether the message's first part is still to come."""
+    if isinstance(content, str):
+        out.add(kind, name + content)
+        return False
+    first = True
+    for block in _dicts(content or [], "content"):
+        if isinstance(block.get("text"), str):
+            out.add(kind, name + block["text"], first=first)
+        elif block.get("type") == "refusal":
+            out.add(kind, _as_text(block.get("refusal")), first=first)
+        else:
+            _media(out, block, first=first)
+        _mark(out, block)
+        first, name = False, ""
+    return first
+
+
+def _tools(out: p.PromptWriter, tools: Any) -> None:
+    for tool in _dicts(tools or [], "tools"):
+        out.add(p.TOOL, _json(_unmarked(tool)))
+        _mark(out, tool)
+
+
+def _format(out: p.PromptWriter, wanted: Any) -> None:
+    if isinstance(wanted, dict) and wanted.get("type") not in (None, "text"):
+        out.add(p.FORMAT, _json(wanted))
+
+
+def _add_call(out: p.PromptWriter, name: Any, call_id: Any, arguments: Any, *, first: bool) -> None:
+    out.add(p.CALL, f"{call_id or ''} {name or ''} {_as_text(arguments)}", first=first)
+
+
+def _media(out: p.PromptWriter, block: dict[str, Any], *, first: bool) -> None:
+    out.add(p.MEDIA, _digest(out, _unmarked(block)), first=first)
+
+
+def _is_media(block: dict[str, Any]) -> bool:
+    return isinstance(block.get("source"), dict) or any(one in str(block.get("type")) for one in MEDIA_TYPES)
+
+
+def _unmarked(block: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in block.items() if name != "cache_control"}
+
+
+def _digest(out: p.PromptWriter, block: Any) -> str:
+    """Base64 says nothing about tokens: a digest stands for it."""
+    out.media += 1
+    kind = block.get("type") if isinstance(block, dict) else ""
+    return f"{kind} {xxhash.xxh3_64_hexdigest(_json(block).encode('utf-8', 'surrogatepass'))}"
+
+
+def _result(out: p.PromptWriter, content: Any) -> str:
+    """What a tool gave: text, or blocks of text, images and files. All of it is one block."""
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        return _as_text(content)
+    return "".join(_result_block(out, block) for block in content)
+
+
+def _result_block(out: p.PromptWriter, block: dict[str, Any]) -> str:
+    text = block.get("text")
+    if isinstance(text, str):
+        return text
+    return _digest(out, block) if _is_media(block) else _json(block)
+
+
+def _written(source: Any) -> Any:
+    """The text of a document that is text."""
+    return source.get("data") if isinstance(source, dict) and source.get("type") == "text" else None
+
+
+def _dicts(values: Any, name: str) -> Iterable[dict[str, Any]]:
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise UnknownBodyError(f"{name} is not a list of objects")
+    return values
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in value):
+        return "".join(one["text"] for one in value)
+    return "" if value is None else _json(value)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,131 @@
+"""What a provider's cache gives back of a prompt that it could have: lengths, steps, times to live, breakpoints."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from kvire.doctor.prompt import CALL, PART, RESULT, SETTINGS, Prompt
+from kvire.doctor.tokens import Ruler
+from kvire.doctor.tree import Step
+
+# Anthropic looks at so many positions for an earlier entry, the breakpoint itself first; a run of tool calls is one
+# position, and so is a run of their results (its prompt caching guide).
+LOOKBACK_POSITIONS = 20
+MARKS = re.compile(PART + rb"(.)", re.DOTALL)
+RUNS = (CALL, RESULT)
+MOST_BREAKPOINTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRules:
+    """min_tokens: a shorter prefix is not cached. step_tokens: a hit is a multiple of this. ttl_s: how long an entry
+    lives after its last use. explicit: only what a breakpoint ends is cached.
+    """
+
+    min_tokens: int
+    step_tokens: int
+    ttl_s: float
+    explicit: bool = False
+
+    def whole_steps(self, tokens: int) -> int:
+        """What is left of a prefix."""
+        return tokens - tokens % self.step_tokens if tokens >= self.min_tokens else 0
+
+
+class Reuse(NamedTuple):
+    """Tokens of one prompt: those that a cache gives back, and those that it could have, by what was in the way."""
+
+    tokens: int
+    too_old: int
+    no_breakpoint: int
+    too_short: int
+    partial_step: int
+
+
+def reuse(rules: CacheRules, steps: Sequence[Step], prompt: Prompt, ruler: Ruler, now_s: float | None) -> Reuse:
+    """What a cache with these rules has of a prompt. now_s: None where times are not known: nothing expires."""
+    shared = _shared_tokens(ruler, steps[-1].end if steps else 0)
+    if rules.explicit and prompt.breakpoints is not None:
+        written, alive = _entries(steps, prompt, now_s)
+        in_reach, fresh = _shared_tokens(ruler, written), _shared_tokens(ruler, alive)
+        too_old, no_breakpoint = in_reach - fresh, shared - in_reach
+    else:
+        # Whoever came by a step came by all before it: the last that is fresh has only fresh ones before it.
+        end = next((step.end for step in reversed(steps) if _is_fresh(step.used_s, now_s, rules.ttl_s)), 0)
+        young = _shared_tokens(ruler, end)
+        fresh = _shared_tokens(ruler, whole_parts(prompt.text, end)) if rules.explicit else young
+        too_old, no_breakpoint = shared - young, young - fresh
+    tokens = rules.whole_steps(fresh)
+    too_short = fresh if fresh < rules.min_tokens else 0
+    return Reuse(tokens, too_old, no_breakpoint, too_short, fresh - tokens - too_short)
+
+
+def reuse_after_fix(
+    rules: CacheRules, prompt: Prompt, tokens: int, reached: int, lost_bytes: int, ruler: Ruler, age_s: float | None
+) -> int:
+    """What a cache would give back if a prompt shared `tokens` tokens with the closest earlier one, last used `age_s`
+    seconds ago. reached: where in the prompt what they share then ends. lost_bytes: of what lies before that, the
+    bytes that differ.
+    """
+    marked = rules.explicit and prompt.breakpoints is not None
+    if not marked and not _is_fresh(0.0, age_s, rules.ttl_s):
+        return 0
+    if rules.explicit:
+        if prompt.breakpoints is None:
+            end = whole_parts(prompt.text, reached)
+        else:
+            entries = prompt.breakpoints[:MOST_BREAKPOINTS]
+            end = max((at for at, ttl_s in entries if at <= reached and _is_fresh(0.0, age_s, ttl_s)), default=0)
+        tokens = max(0, min(tokens, ruler.before(end) - ruler.before(lost_bytes)))
+    return rules.whole_steps(min(tokens, ruler.tokens - 1))
+
+
+def entries_written(steps: Sequence[Step], prompt: Prompt, now_s: float | None) -> list[tuple[int, int]]:
+    """What a request with breakpoints leaves in the cache: ends in bytes and seconds to live; 0 for what it read."""
+    entries = dict((prompt.breakpoints or ())[:MOST_BREAKPOINTS])
+    _, read = _entries(steps, prompt, now_s)
+    if read and read not in entries:
+        entries[read] = 0
+    return sorted(entries.items())
+
+
+def whole_parts(text: bytes, end: int) -> int:
+    """The last end of a part at or before `end`: where a breakpoint can stand. A plain prompt has any."""
+    if end >= len(text) or not text.startswith(PART):
+        return end
+    return max(text.rfind(PART, 0, end + 1), 0)
+
+
+def _entries(steps: Sequence[Step], prompt: Prompt, now_s: float | None) -> tuple[int, int]:
+    """The longest prefix that an entry was ever written for and a breakpoint looks back to; the same of those alive."""
+    written = alive = 0
+    ends = [end for end, _ in prompt.breakpoints or ()][:MOST_BREAKPOINTS]
+    for step in steps:
+        if not step.kept_until_s:
+            continue
+        looked_at = any(step.end <= end and _positions(prompt.text, step.end, end) < LOOKBACK_POSITIONS for end in ends)
+        if looked_at:
+            written = step.end
+            if now_s is None or step.kept_until_s >= now_s:
+                alive = step.end
+    return written, alive
+
+
+def _positions(text: bytes, start: int, end: int) -> int:
+    """Steps from one end of a block back to another."""
+    count = text.count(PART, start, end)
+    if count < LOOKBACK_POSITIONS:
+        return count
+    kinds = [mark.decode("ascii", "replace").upper() for mark in MARKS.findall(text, start, end)]
+    return sum(kind != SETTINGS and not (kind in RUNS and kind == before) for before, kind in pairwise(["", *kinds]))
+
+
+def _is_fresh(used_s: float, now_s: float | None, ttl_s: float) -> bool:
+    return now_s is None or now_s - used_s <= ttl_s
+
+
+def _shared_tokens(ruler: Ruler, end: int) -> int:
+    """At least the last token of a prompt is always computed."""
+    return max(0, min(ruler.before(end), ruler.tokens - 1))

@@ -1,0 +1,169 @@
+"""A diagnosis, or a look at a live server, for the terminal."""
+
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+MOST_FINDINGS = 10
+LOSSES = {
+    "expired": "expired",
+    "no_breakpoint": "without breakpoint",
+    "below_minimum": "too short",
+    "partial_step": "lost to rounding",
+}
+
+NOTHING_SAVED = "By these providers' rules none of it would be found even then."
+
+
+def print_diagnosis(values: dict[str, Any], console: Console) -> None:
+    """The whole report. values: of `diagnosis_values`."""
+    for block in _blocks(values):
+        console.print(block)
+
+
+def headline(values: dict[str, Any]) -> str:
+    """The finding in a sentence or two."""
+    ideal, after = values["ideal"]["share"], values["after_fixes"]["share"]
+    said = f"{ideal:.1%} of the prompt tokens repeat the beginning of an earlier prompt and could come from a cache."
+    if values["findings"]:
+        said += f" With what is listed below mended, it would be {after:.1%}."
+    if (measured := values["measured"]) is not None:
+        said += f" Really cached, by the log's own usage: {measured['share']:.1%}"
+        said += f" (of {measured['ideal_share']:.1%} possible in these {measured['requests']:,} requests)."
+    return said
+
+
+def basis(values: dict[str, Any]) -> str:
+    """What the figures rest on."""
+    hours = values["hours"]
+    time = "" if hours is None else f" over {hours:,.1f} h" if hours >= 1 else f" over {60 * hours:.0f} min"
+    return (
+        f"{values['requests']:,} requests{time}, {values['prompt_tokens']:,} prompt tokens ({values['token_method']})."
+    )
+
+
+def malformed(values: dict[str, Any]) -> str | None:
+    """What was skipped; None if nothing was."""
+    if not values["malformed"]["lines"]:
+        return None
+    first = ", ".join(
+        f"{_place(one['line'], one['log'])} ({one['reason']})" for one in values["malformed"]["first"][:3]
+    )
+    return f"{values['malformed']['lines']:,} malformed lines skipped, first: {first}."
+
+
+def provider_rows(values: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """What each provider's rules leave: headers, rows."""
+    headers = ["as if sent to", "rules", "cached", "saves", *LOSSES.values()]
+    rows = []
+    for one in values["providers"]:
+        rules = one["rules"]
+        shown = f"from {rules['minimum_tokens']:,}, steps of {rules['step_tokens']}, {_span(rules['ttl_s'])}"
+        shown += ", breakpoints" if rules["breakpoints"] else ""
+        lost = [f"{one['lost_tokens'][name]:,}" for name in LOSSES]
+        rows.append([_offer(one), shown, f"{one['share']:.1%}", usd(one["saved_usd"]), *lost])
+    return headers, rows
+
+
+def finding_rows(values: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """What mending each cause saves: headers, rows."""
+    offers = values["providers"]
+    headers = ["", "cause", "where", "requests", "tokens", "share", *(f"USD, {one['model']}" for one in offers)]
+    own = bool(values["findings"]) and values["findings"][0]["prefill_s_per_1000_requests"] is not None
+    headers += ["prefill s per 1,000 requests"] if own else []
+    rows = []
+    for number, one in enumerate(values["findings"], 1):
+        row = [
+            str(number),
+            causes(one),
+            one["where"],
+            f"{one['requests']:,}",
+            f"{one['tokens']:,}",
+            f"{one['share']:.1%}",
+        ]
+        row += [usd(saved["usd"]) for saved in one["saved"]]
+        row += [f"{one['prefill_s_per_1000_requests']:,.1f}"] if own else []
+        rows.append(row)
+    return headers, rows
+
+
+def causes(finding: dict[str, Any]) -> str:
+    """One cause, or several that stand together."""
+    return " + ".join([finding["cause"], *finding["together_with"]])
+
+
+def example_line(finding: dict[str, Any]) -> str:
+    """Where it was first seen, and what stands there."""
+    example = finding["example"]
+    return (
+        f"line {_place(example['line'], example['log'])} against line "
+        f"{_place(example['other_line'], example['other_log'])}: {example['place']}, character "
+        f"{example['character']:,}, token {example['token']:,}: {_quoted(example['piece'])} "
+        f"where the other has {_quoted(example['other_piece'])}"
+    )
+
+
+def usd(amount: float) -> str:
+    """Cents where it is little."""
+    return f"{amount:,.2f}" if amount >= 1 else f"{amount:.4f}" if amount else "0"
+
+
+def _blocks(values: dict[str, Any]) -> list[RenderableType]:
+    blocks: list[RenderableType] = [f"[bold]{escape(headline(values))}[/]", escape(basis(values))]
+    if (skipped := malformed(values)) is not None:
+        blocks.append(f"[yellow]{escape(skipped)}[/]")
+    blocks += [f"[yellow]{escape(note)}[/]" for note in values["notes"]]
+    blocks.append(_providers(values))
+    if values["findings"]:
+        blocks.append("\n[bold]Where prompts part that are otherwise the same[/]")
+        blocks += [_shown(number, one) for number, one in enumerate(values["findings"][:MOST_FINDINGS], 1)]
+        if len(values["findings"]) > MOST_FINDINGS:
+            blocks.append(f"and {len(values['findings']) - MOST_FINDINGS} more (--json lists all)")
+    else:
+        blocks.append("\nNo cause was found: where prompts part, they go on with other text.")
+    if not all(one["in_log"] for one in values["providers"]):
+        blocks.append("\n[dim]* The log does not ask for this model.[/]")
+    blocks.append(f"[dim]USD by the price table of {values['prices_date']}: verify before relying on it.[/]")
+    return blocks
+
+
+def _providers(values: dict[str, Any]) -> RenderableType:
+    table = Table(title="\nOf these prompts, a cache would give back", title_justify="left", title_style="bold")
+    for header in ("as if sent to", "cached", "saves USD", "tokens it could not"):
+        table.add_column(header, justify="right" if header in {"cached", "saves USD"} else "left")
+    for one in values["providers"]:
+        lost = [f"{count:,} {LOSSES[name]}" for name, count in one["lost_tokens"].items() if count]
+        table.add_row(_offer(one), f"{one['share']:.1%}", usd(one["saved_usd"]), ", ".join(lost))
+    return table
+
+
+def _shown(number: int, finding: dict[str, Any]) -> RenderableType:
+    saved = [f"USD {usd(one['usd_per_1000_requests'])} ({one['model']})" for one in finding["saved"] if one["usd"]]
+    if (own := finding["prefill_s_per_1000_requests"]) is not None:
+        saved.append(f"{own:,.1f} s of prefill on your hardware")
+    worth = f"{finding['requests']:,} requests, {finding['tokens']:,} tokens ({finding['share']:.1%}). "
+    worth += f"Mending it saves, per 1,000 requests: {', '.join(saved)}." if saved else NOTHING_SAVED
+    lines = (worth, example_line(finding), finding["advice"])
+    return Group(
+        f"\n[bold]{number}. {escape(causes(finding))}: {escape(finding['where'])}[/]",
+        *(Padding(escape(line), (0, 0, 0, 3)) for line in lines),
+    )
+
+
+def _offer(provider: dict[str, Any]) -> str:
+    return f"{provider['provider']} {provider['model']}" + ("" if provider["in_log"] else " *")
+
+
+def _place(line: int, log: str) -> str:
+    return f"{line} of {log}" if log else str(line)
+
+
+def _quoted(piece: str) -> str:
+    return f'"{piece}"' if piece else "nothing"
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds / 3600:g} h" if seconds >= 3600 else f"{seconds / 60:g} min"

@@ -1,0 +1,174 @@
+"""A diagnosis as plain values: the JSON of `kvire doctor --json`, and what tables are made of."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvire.doctor.causes import Cause
+from kvire.doctor.findings import Diagnosis, Finding, RuleTotals, Totals, masked, shortened
+from kvire.doctor.money import Offer, Offers
+
+SCHEMA = "kvire.doctor/1"
+PER_REQUESTS = 1000
+
+
+def diagnosis_values(
+    diagnosis: Diagnosis,
+    offers: Offers,
+    wanted: Sequence[str] = (),
+    *,
+    prefill_tok_s: float | None = None,
+    show_text: bool = False,
+) -> dict[str, Any]:
+    """Everything, in tokens, USD and seconds. show_text: with the differing pieces themselves, not only their shape."""
+    totals = diagnosis.totals
+    chosen = offers.choose(totals.models, wanted)
+    findings = [_finding(one, totals, chosen, prefill_tok_s, show_text=show_text) for one in diagnosis.findings]
+    gained = sum(finding.tokens for finding in diagnosis.findings)
+    return {
+        "schema": SCHEMA,
+        "requests": totals.requests,
+        "prompt_tokens": totals.prompt_tokens,
+        "prompt_bytes": totals.prompt_bytes,
+        "token_method": diagnosis.token_method,
+        "apis": totals.apis,
+        "models": totals.models,
+        "hours": _hours(totals),
+        "malformed": {
+            "lines": totals.malformed,
+            "first": [{"log": log, "line": line, "reason": reason} for log, line, reason in totals.malformed_first],
+        },
+        "ideal": {"tokens": totals.ideal_tokens, "share": _share(totals.ideal_tokens, totals.prompt_tokens)},
+        "after_fixes": {
+            "tokens": totals.ideal_tokens + gained,
+            "share": _share(totals.ideal_tokens + gained, totals.prompt_tokens),
+        },
+        "measured": _measured(totals),
+        "providers": [_provider(offer, diagnosis.by_rules[offer.rules], totals) for offer in chosen],
+        "prices_date": offers.table.date,
+        "findings": findings,
+        "notes": notes(diagnosis),
+    }
+
+
+def notes(diagnosis: Diagnosis) -> list[str]:
+    """What limits the figures, and what is wrong apart from where prompts part."""
+    totals = diagnosis.totals
+    said = []
+    if totals.timed < totals.requests:
+        said.append(
+            f"{totals.requests - totals.timed:,} of {totals.requests:,} requests have no time: for them no cached "
+            "prefix expires, so their figures per provider are upper bounds."
+        )
+    if totals.backwards:
+        said.append(
+            f"{totals.backwards:,} requests are older than the one before: sort the log by time for true lifetimes."
+        )
+    if diagnosis.forgotten_bytes:
+        said.append(
+            f"The index is limited to {diagnosis.memory_bytes / 2**20:g} MiB and forgot "
+            f"{diagnosis.forgotten_bytes:,} bytes of prompts that nobody came back to for "
+            "longest: shares are lower bounds (--memory)."
+        )
+    if totals.incomplete:
+        said.append(
+            f"{totals.incomplete:,} requests go on with a conversation that the provider keeps: their prompts are not "
+            "in the log, and they are in no figure here."
+        )
+    if totals.media:
+        said.append(f"{totals.media:,} images or files: compared by digest, their tokens not counted.")
+    if totals.without_breakpoint:
+        said.append(
+            f"{totals.without_breakpoint:,} of {totals.with_breakpoints_api:,} Anthropic requests set no "
+            "cache_control: nothing of them is cached. Set a breakpoint behind tools and system prompt, "
+            "and one at the last message."
+        )
+    if totals.too_many_breakpoints:
+        said.append(
+            f"{totals.too_many_breakpoints:,} requests set more than 4 cache_control breakpoints, which the API "
+            "refuses; the first 4 are counted here."
+        )
+    return said
+
+
+def _finding(
+    finding: Finding, totals: Totals, offers: Sequence[Offer], prefill_tok_s: float | None, *, show_text: bool
+) -> dict[str, Any]:
+    example = finding.example
+    shown = asdict(example)
+    is_prompt_text = Cause.MODEL not in finding.causes
+    for name in ("piece", "other_piece"):
+        shown[name] = masked(shown[name]) if is_prompt_text and not show_text else shortened(shown[name])
+    return {
+        "cause": str(finding.causes[0]),
+        "together_with": [str(cause) for cause in finding.causes[1:]],
+        "where": finding.where,
+        "requests": finding.requests,
+        "tokens": finding.tokens,
+        "share": _share(finding.tokens, totals.prompt_tokens),
+        "first_token": finding.first_token,
+        "last_token": finding.last_token,
+        "advice": finding.advice,
+        "example": shown,
+        "saved": [
+            {
+                "provider": offer.price.provider,
+                "model": offer.price.model,
+                "tokens": finding.by_rules[offer.rules],
+                "usd": offer.saved_usd(finding.by_rules[offer.rules]),
+                "usd_per_1000_requests": offer.saved_usd(finding.by_rules[offer.rules])
+                * PER_REQUESTS
+                / totals.requests,
+            }
+            for offer in offers
+        ],
+        "prefill_s_per_1000_requests": None
+        if prefill_tok_s is None
+        else finding.tokens / prefill_tok_s * PER_REQUESTS / totals.requests,
+    }
+
+
+def _provider(offer: Offer, by_rules: RuleTotals, totals: Totals) -> dict[str, Any]:
+    rules = by_rules.rules
+    return {
+        "provider": offer.price.provider,
+        "model": offer.price.model,
+        "in_log": offer.in_log,
+        "rules": {
+            "minimum_tokens": rules.min_tokens,
+            "step_tokens": rules.step_tokens,
+            "ttl_s": rules.ttl_s,
+            "breakpoints": rules.explicit,
+        },
+        "cached_tokens": by_rules.cached,
+        "share": _share(by_rules.cached, totals.prompt_tokens),
+        "saved_usd": offer.saved_usd(by_rules.cached),
+        "lost_tokens": {
+            "expired": by_rules.too_old,
+            "no_breakpoint": by_rules.no_breakpoint,
+            "below_minimum": by_rules.too_short,
+            "partial_step": by_rules.partial_step,
+        },
+    }
+
+
+def _measured(totals: Totals) -> dict[str, Any] | None:
+    measured = totals.measured
+    if not measured.requests:
+        return None
+    return {
+        "requests": measured.requests,
+        "cached_tokens": measured.cached_tokens,
+        "share": _share(measured.cached_tokens, measured.prompt_tokens),
+        "ideal_share": _share(measured.ideal_tokens, measured.prompt_tokens),
+    }
+
+
+def _hours(totals: Totals) -> float | None:
+    if totals.first_s is None or totals.latest_s is None:
+        return None
+    return (totals.latest_s - totals.first_s) / 3600
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,83 @@
+"""A report as a run would make it, from answers whose times a test knows."""
+
+from typing import Any
+
+from kvire.bench.arm import Measured
+from kvire.bench.client import Answer
+from kvire.bench.load import Pass, Sample
+from kvire.bench.prompts import Prompt, message
+from kvire.bench.results import SCHEMA, rows_of
+from kvire.bench.run import plain
+from kvire.bench.settings import Settings
+from kvire.bench.states import Proof, State
+
+PROMPT_TOKENS = 1000
+TTFT_S = {State.E: 3.2, State.G: 0.3, State.D: 0.4, State.Z: 3.0}
+NOISE = (1.0, 1.1, 0.95, 1.05, 0.9)  # of the machine, in each repeat
+DOUBT = "3.0 MB of the store lay in the page cache before"
+
+
+def made_report(slower: float = 1.0) -> dict[str, Any]:
+    """States E, G, D (unproved), Z; G is ten times as fast as Z in every repeat, and one of its answers differs."""
+    settings = Settings(
+        workloads=("docqa",), contexts=(1024,), at_once=(1,), states=tuple(TTFT_S), nonce="n", scripts=1
+    )  # fmt: skip
+    cell = next(settings.cells())
+    passes = [
+        Measured(
+            cell,
+            repeat,
+            state,
+            _pass(state, TTFT_S[state] * NOISE[repeat - 1] * slower, repeat),
+            _proof(state),
+            (0.9,),
+            True,
+        )
+        for repeat in range(1, 6)
+        for state in TTFT_S
+    ]
+    model = {
+        "name": "smollm2",
+        "weights_bytes": 10**8,
+        "kv_dtype": "float32",
+        "kv_bytes_per_token": 46_080,
+        "block_tokens": 16,
+    }
+    arm = {
+        "name": "A",
+        "kind": "kvire",
+        "model": model,
+        "options": [],
+        "store": "/store",
+        "remote": None,
+        "ideal_by": "token ids",
+    }
+    machine = {
+        "cpu": "some",
+        "cores": 2,
+        "memory_bytes": 8 * 10**9,
+        "system": "Linux",
+        "python": "3.11",
+        "packages": {"kvire": "0"},
+    }
+    return {
+        "schema": SCHEMA, "created": "2026-01-01T00:00:00+00:00", "command": ["kvire", "bench"], "commit": "abc+",
+        "machine": machine, "model": model, "settings": plain(settings), "arms": [arm],
+        "rows": rows_of("A", arm, passes, settings),
+    }  # fmt: skip
+
+
+def _proof(state: State) -> Proof:
+    return Proof(("as it should be",), (DOUBT,) if state is State.D else ())
+
+
+def _pass(state: State, ttft_s: float, repeat: int) -> Pass:
+    cached = 900 if state in {State.G, State.D} else 0
+    cache = {"device_tokens": cached, "memory_tokens": 0, "disk_tokens": 0, "remote_tokens": 0, "miss": "complete"}
+    usage = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": cached}}
+    pieces = ("a", "b", "x" if (state, repeat) == (State.G, 2) else "c")
+    times = tuple(ttft_s + 0.05 * i for i in range(3))
+    timing = {"ttft_s": ttft_s - 0.01}
+    answer = Answer(times, pieces, times[-1], usage, {"cache": cache, "timing": timing})
+    prompt = Prompt((message("user", "x"),), 3)
+    return Pass((Sample(0, 0, prompt, 0.0, answer),), times[-1] + 0.1, 0.05)

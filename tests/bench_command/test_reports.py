@@ -1,0 +1,144 @@
+"""Reports: written and read again, refused where they are not what they say, compared, and shown."""
+
+import copy
+import json
+from html.parser import HTMLParser
+
+import pytest
+from bench_command.made import made_report
+
+from kvire.bench import figures, html, results
+from kvire.bench.compare import compare, within
+from kvire.bench.results import first_difference
+from kvire.core.errors import ConfigError
+
+
+def test_a_report_comes_back_as_it_was_written(tmp_path):
+    report = made_report()
+    results.write(report, tmp_path / "report.json")
+    assert results.read(tmp_path / "report.json") == json.loads(json.dumps(report))
+    with pytest.raises(ConfigError, match="cannot write"):
+        results.write(report, tmp_path / "missing" / "report.json")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda r: r.update(schema="kvire.bench/2"), "schema"),
+        (lambda r: r.pop("machine"), "no machine"),
+        (lambda r: r["rows"][0].pop("state"), r"rows\[0\] has no state"),
+        (lambda r: r["rows"][1].update(state="X"), "no known state"),
+        (lambda r: r["rows"][0]["samples"][1].update(ttft_s="1"), r"rows\[0\]\.samples\[1\] has no ttft_s"),
+        (lambda r: r["rows"][0]["samples"][0].update(prompt_tokens=True), "prompt_tokens"),
+        (lambda r: r["rows"][0]["passes"][0].pop("wall_s"), r"passes\[0\] has no wall_s"),
+        (lambda r: r["rows"].append([]), "is no object"),
+        (lambda r: r["arms"][0].pop("name"), r"arms\[0\] has no name"),
+        (lambda r: r["rows"][0].pop("rate_per_s"), "has no rate_per_s"),
+    ],
+)
+def test_what_is_no_report_is_refused_by_the_first_field_that_is_wrong(tmp_path, damage, says):
+    report = made_report()
+    damage(report)
+    (tmp_path / "bad.json").write_text(json.dumps(report))
+    with pytest.raises(ConfigError, match=says):
+        results.read(tmp_path / "bad.json")
+    for text in ("[]", "{", ""):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"bad\.json is no"):
+            results.read(tmp_path / "bad.json")
+
+
+def test_a_speed_up_is_the_median_of_the_ratios_within_repeats():
+    rows = {row["state"]: row["summary"] for row in made_report()["rows"]}
+    gain = rows["G"]["speedup"]
+    assert gain["median"] == pytest.approx(10.0) and (gain["low"], gain["high"]) == pytest.approx((10.0, 10.0))
+    assert rows["G"]["baseline"]["ttft_s"]["median"] == 3.0
+    assert rows["G"]["baseline"]["prefill_tokens_per_s"] == pytest.approx(1000 / 3.0)
+    assert rows["G"]["baseline"]["break_even_bytes_per_s"] == pytest.approx(1000 / 3.0 * 46_080)
+    assert "speedup" not in rows["E"] and "speedup" not in rows["Z"] and "speedup" not in rows["unproved"]
+    assert rows["G"]["outputs"] == {"compared": 5, "same": 4}
+
+
+def test_answers_are_compared_piece_by_piece():
+    assert first_difference(("a", "b"), ("a", "b")) is None
+    assert [first_difference(("a", "b"), other) for other in (("x", "b"), ("a", "c"), ("a",), ("a", "b", "c"))] == [
+        0,
+        1,
+        1,
+        2,
+    ]
+
+
+def test_a_comparison_gives_ratios_with_intervals_and_says_what_differs():
+    first, second = made_report(), made_report(slower=2.0)
+    second["commit"], second["machine"]["cores"] = "other", 4
+    found = compare(first, second)
+    ttft = {ratio.row["state"]: ratio.ratio for ratio in found.ratios if ratio.measure == "ttft_s"}
+    assert set(ttft) == {"E", "G", "Z"}, "what is not proved is not compared"
+    assert ttft["G"].median == pytest.approx(2.0) and 1.0 < ttft["G"].low < 2.0 < ttft["G"].high
+    assert any("cores: 2 and 4" in line for line in found.differs) and any("commit" in line for line in found.differs)
+    second["rows"] = [row for row in second["rows"] if row["state"] != "E"]
+    assert any("E" in line for line in compare(first, second).only)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda r: (r["model"].update(name="other"), r["arms"][0]["model"].update(name="other")), "name is 'smollm2'"),
+        (lambda r: r["settings"].update(output_tokens=99), "output_tokens is 16 in the first and 99"),
+        (lambda r: [row.update(workload="fork") for row in r["rows"]], "the workloads are docqa and fork"),
+        (lambda r: [row.update(context_tokens=9) for row in r["rows"]], "share no proved row"),
+    ],
+)
+def test_different_things_are_not_compared(change, says):
+    second = made_report()
+    change(second)
+    with pytest.raises(ConfigError, match=says):
+        compare(made_report(), second)
+    with pytest.raises(ConfigError, match="has no arm B"):
+        compare(made_report(), made_report(), ("A", "B"))
+
+
+def test_two_arms_of_a_run_are_compared_repeat_by_repeat():
+    report, slow = made_report(), made_report(slower=3.0)
+    report["arms"].append(copy.deepcopy(report["arms"][0]) | {"name": "B"})
+    report["rows"] += [row | {"arm": "B"} for row in slow["rows"]]
+    found = {ratio.row["state"]: ratio.ratio for ratio in within(report) if ratio.measure == "ttft_s"}
+    assert found["G"].median == pytest.approx(3.0)
+    assert (found["G"].low, found["G"].high) == pytest.approx((3.0, 3.0)), "noise that both share is gone"
+
+
+def test_notes_say_what_must_not_be_overlooked():
+    report = made_report()
+    row = report["rows"][1]["summary"]
+    row["client_saturated"], row["client_cpu"], row["speedup"]["median"] = True, 0.62, 1.05
+    notes = " ".join(figures.notes(report))
+    assert "no state is named, since 3.0 MB of the store lay in the page cache" in notes
+    assert "62 % of a core" in notes and "the gain is small, 1.05 x" in notes
+    assert "1 of 5 answers differ from those without reuse" in notes
+    [line] = figures.comparisons(report)
+    assert "computing everything takes 3.00 s" in line and "333 prompt tokens a second" in line and "15.4 MB/s" in line
+
+
+class Links(HTMLParser):
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[str | None] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        fetching = {"src", "href", "xlink:href", "srcset"}
+        self.found += [value for name, value in attrs if name in fetching and not (value or "").startswith("#")]
+        self.found += ["script"] if tag == "script" else []
+
+
+def test_the_page_is_one_file_with_every_row_and_proof():
+    report = made_report()
+    longer = copy.deepcopy(report["rows"][1])
+    longer["context_tokens"] = 2048
+    report["rows"].append(longer)
+    page = html.page(report).html()
+    assert Links(page).found == []
+    assert page.count("<svg") == 2 and "Up to 10 x: docqa at 1,024 tokens, device-warm, starts after 300 ms" in page
+    for text in ("unproved", "lay in the page cache", "300 ms (", "abc+", "token ids", "outside the server"):
+        assert text in page, text

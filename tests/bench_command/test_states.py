@@ -1,0 +1,118 @@
+"""What proves a state, and what little is enough to doubt it."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvire.bench import page_cache
+from kvire.bench.states import Around, Proof, SeenRequest, State, prove
+
+BLOCK = 16
+DISK = Around(loaded_bytes=1e6, resident_bytes=0, read_bytes=1_000_000)
+
+
+def request(tier: str | None = None, reused: int = 0, *, prompt=1000, stored=900.0, inside=20.0, earlier=0.0, **also):
+    tiers = dict.fromkeys(("device", "memory", "disk", "remote"), 0) | also
+    if tier is not None:
+        tiers[tier] += reused
+    return SeenRequest(prompt, sum(tiers.values()), tiers, stored, inside, earlier)
+
+
+def held(state: State, requests: list[SeenRequest], around: Around | None = None) -> Proof:
+    return prove(state, requests, around or Around(), BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("state", "tier", "around"),
+    [
+        (State.G, "device", Around()),
+        (State.R, "memory", Around(loaded_bytes=1e6)),
+        (State.D, "disk", DISK),
+        (State.N, "remote", Around(loaded_bytes=1e6)),
+    ],
+)
+def test_a_tier_gave_what_only_it_had(state, tier, around):
+    good = [request(tier, 896), request(tier, 880, device=16 if tier != "device" else 0)]
+    assert held(state, good, around).holds
+    assert held(state, good, around).evidence
+    other = "disk" if tier != "disk" else "memory"
+    for bad in (
+        [request(tier, 896), request(tier, 100)],  # most of one is missing
+        [request(tier, 896), request(other, 896)],  # another tier had it
+        [request(tier, 896), request()],  # nothing at all
+        [],
+    ):
+        assert not held(state, bad, around).holds, bad
+    if tier != "device":
+        assert not held(state, good, replace(around, loaded_bytes=0)).holds
+        assert held(state, [request(tier, 480)], around).holds, "the other half was computed meanwhile"
+        slower = replace(request(), slower=True)
+        assert held(state, [request(tier, 896), slower], around).holds and not held(state, [slower], around).holds
+        assert "since that was faster" in held(state, [slower], around).doubts[0]
+
+
+def test_the_pool_may_give_what_the_pass_itself_brought():
+    first, next_one = request("disk", 896), request("device", 896, inside=896.0, earlier=896.0)
+    assert held(State.D, [first, next_one], DISK).holds
+    assert not held(State.D, [first, replace(next_one, inside=100.0)], DISK).holds
+    assert not held(State.G, [request("device", 896, disk=1)]).holds
+
+
+@pytest.mark.parametrize(
+    ("around", "doubt"),
+    [
+        (replace(DISK, resident_bytes=4096), "lay in the page cache"),
+        (replace(DISK, read_bytes=800_000), "read from storage"),
+        (replace(DISK, resident_bytes=None, read_bytes=None), "does not say whether the page cache"),
+        (replace(DISK, loaded_bytes=0.0), "counters know of no byte"),
+    ],
+)
+def test_disk_warm_needs_bytes_from_the_disk(around, doubt):
+    proof = held(State.D, [request("disk", 896)], around)
+    assert any(doubt in line for line in proof.doubts)
+    assert held(State.D, [request("disk", 896)], replace(DISK, read_bytes=None)).holds
+    assert held(State.D, [request("disk", 896)], replace(DISK, resident_bytes=None)).holds
+
+
+def test_empty_needs_an_empty_start():
+    around = Around(own_process=True, stored_blocks=0)
+    fresh = [request(stored=0), request("device", 20, inside=20.0)]
+    assert held(State.E, fresh, around).holds
+    assert not held(State.E, fresh, replace(around, own_process=False)).holds
+    assert not held(State.E, fresh, replace(around, stored_blocks=1)).holds
+    assert not held(State.E, [request("device", 40, inside=20.0)], around).holds
+    assert held(State.E, [request("device", 36, inside=20.0)], around).holds  # within a block
+
+
+def test_no_reuse_is_none_behind_a_salt_and_the_template_before_a_mark():
+    assert prove(State.Z, [request()], Around(), 0).holds
+    assert not prove(State.Z, [request(), request("device", 1)], Around(), 0).holds
+    marked = SeenRequest(1000, 16, None)
+    assert held(State.Z, [marked]).holds and not held(State.Z, [replace(marked, reused=17)]).holds
+
+
+def test_warm_is_all_that_a_foreign_server_can_prove():
+    warm = SeenRequest(1000, 850, None, stored=900.0)
+    assert held(State.W, [warm]).holds
+    assert not held(State.W, [replace(warm, reused=800)]).holds
+    assert not held(State.W, [replace(warm, stored=0.0)]).holds, "nothing to find proves nothing"
+    for state in (State.G, State.R, State.D, State.N):
+        assert held(state, [warm], DISK).doubts == ("the server does not say where reused tokens came from",)
+    for state in (State.E, State.W, State.Z):
+        assert held(state, [replace(warm, reused=None)]).doubts == (
+            "the server does not say how many prompt tokens it reused",
+        )
+
+
+def test_pages_are_seen_and_dropped(tmp_path):
+    (tmp_path / "segments").mkdir()
+    path = tmp_path / "segments" / "0-1.seg"
+    path.write_bytes(b"x" * 1_000_000)
+    (tmp_path / "index").write_bytes(b"y" * 100_000)
+    assert page_cache.resident_bytes(tmp_path) in range(1_000_000, 1_004_096)
+    page_cache.drop(tmp_path)
+    assert page_cache.resident_bytes(tmp_path) == 0
+    with path.open("rb") as file:
+        file.read(10)
+    assert page_cache.resident_bytes(tmp_path)
+    assert path.read_bytes() == b"x" * 1_000_000

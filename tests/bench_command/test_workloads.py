@@ -1,0 +1,146 @@
+"""What workloads ask: sizes, shared beginnings, and traces scaled down with their reuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvire.bench.ideal import characters, common, reusable
+from kvire.bench.prompts import TokenScale, Writer
+from kvire.bench.run import new_nonce
+from kvire.bench.settings import Settings
+from kvire.bench.states import State
+from kvire.bench.traces import TraceScale, read_trace, trace_work
+from kvire.bench.workloads import WORKLOADS, Size, Work
+from kvire.core.errors import ConfigError
+
+SCALE = TokenScale(per_word=1.0, head=0.0)  # a token is a word
+WRITE = Writer(SCALE, seed=0, nonce="n")
+SIZE = Size(context_tokens=600, scripts=3, at_once=2, output_tokens=5)
+TRACES = Path(__file__).parents[2] / ".." / "shared" / "traces"
+
+
+def prompts(scripts):
+    return [prompt for script in scripts for prompt in script.prompts]
+
+
+@pytest.mark.parametrize("name", set(WORKLOADS) - {"random"})
+def test_probes_begin_like_the_fill_and_go_on_otherwise(name):
+    work = WORKLOADS[name](WRITE, SIZE, name)
+    shares = [reusable([probe], prompts(work.fill), characters)[0] for probe in prompts(work.probe)]
+    least = 0.3 if name == "shortchat" else 0.75
+    assert all(least < share < 1.0 for share in shares), shares
+    assert all(prompt.output_tokens == 5 for prompt in prompts((*work.fill, *work.probe)))
+    longest = max(len(probe.text.split()) for probe in prompts(work.probe))
+    if name == "shortchat":
+        assert longest < 100
+    else:
+        assert 0.8 * SIZE.context_tokens < longest < 1.3 * SIZE.context_tokens
+
+
+def test_documents_part_at_once_and_random_prompts_share_nothing():
+    for name in ("docqa", "multiturn", "random"):
+        fill = WORKLOADS[name](WRITE, SIZE, name).fill
+        first = [characters(script.prompts[0]) for script in fill]
+        assert max(common(first[0], other) for other in first[1:]) < len("user\n") + 8
+    assert WORKLOADS["random"](WRITE, SIZE, "random").probe == ()
+
+
+def test_everything_is_new_in_every_repeat_and_run_and_the_same_for_every_server():
+    settings = plan()
+    cell = next(settings.cells())
+    again = settings.work(cell, WRITE, 1)
+    assert settings.work(cell, WRITE, 1) == again
+    for other in (settings.work(cell, WRITE, 2), settings.work(cell, Writer(SCALE, 0, "m"), 1)):
+        assert max(reusable(prompts(other.fill), prompts(again.fill), characters)) < 0.05
+
+
+def plan(**more):
+    return Settings(
+        **(
+            {"workloads": ("docqa",), "contexts": (600,), "at_once": (1,), "states": (State.E,), "nonce": new_nonce()}
+            | more
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"workloads": ("docqa", "dokqa")}, "no workload 'dokqa'"),
+        ({"workloads": ()}, "nothing to measure"),
+        ({"contexts": (16,)}, "--context"),
+        ({"at_once": (0,)}, "--concurrency"),
+        ({"output_tokens": 1}, "--output-tokens"),
+        ({"repeats": 0}, "--repeats"),
+        ({"rate_per_s": 0.0}, "--rate"),
+        ({"trace": Path("/nowhere.jsonl")}, "cannot read the trace"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(wrong, says):
+    with pytest.raises(ConfigError, match=says):
+        plan(**wrong)
+
+
+def test_works_without_a_probe_have_two_states():
+    settings = plan(states=(State.E, State.G, State.Z), workloads=("random", "shortchat"), contexts=(64, 128))
+    assert [(cell.workload, cell.context_tokens) for cell in settings.cells()] == [
+        ("random", 64), ("random", 128), ("shortchat", 60),
+    ]  # fmt: skip
+    assert settings.states_of(Work(())) == (State.E, State.Z)
+
+
+MOONCAKE = [
+    {"timestamp": 2000, "input_length": 1200, "output_length": 40, "hash_ids": [0, 1, 2]},
+    {"timestamp": 5000, "input_length": 1100, "output_length": 400, "hash_ids": [0, 1, 7]},
+    {"timestamp": 3500, "input_length": 600, "output_length": 4, "hash_ids": [8, 9]},
+]
+
+
+def test_a_trace_keeps_order_arrivals_lengths_and_reuse(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in MOONCAKE))
+    records = read_trace(path, 10)
+    assert [(one.at_s, one.input_tokens) for one in records] == [(0.0, 1200), (1.5, 600), (3.0, 1100)]
+    work = trace_work(records, TraceScale(lengths=0.1, speed=2.0, requests=10), WRITE, Size(600, 1, 1, 30))
+    assert [script.start_s for script in work.fill] == [0.0, 0.75, 1.5]
+    asked = prompts(work.fill)
+    assert [prompt.output_tokens for prompt in asked] == [4, 1, 30]  # the last is cut to --output-tokens
+    lengths = [len(prompt.text.split()) for prompt in asked]
+    assert lengths == pytest.approx([120, 60, 110], abs=5)
+    shares = reusable(asked, [], characters)
+    assert shares[1] < 0.2 and shares[2] == pytest.approx(1024 / 1100, abs=0.05)
+    assert len(prompts(trace_work(records, TraceScale(0.1, 1.0, 2), WRITE, SIZE).fill)) == 2
+
+
+def test_sessions_and_tables_are_read_too(tmp_path):
+    session = {
+        "id": "s", "block_size": 64,
+        "requests": [
+            {"t": 0.0, "in": 130, "out": 9, "hash_ids": [1, 2, 3]},
+            {"t": 4.0, "requests": [{"t": 1.0, "in": 70, "out": 3, "hash_ids": [1, 9]}]},
+        ],
+    }  # fmt: skip
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(session | {"id": name}))
+    records = read_trace(tmp_path, 10)
+    assert [(one.at_s, one.input_tokens, one.block_tokens) for one in records] == [
+        (0.0, 130, 64), (0.0, 130, 64), (5.0, 70, 64), (5.0, 70, 64),
+    ]  # fmt: skip
+    assert len({one.blocks for one in records}) == 4, "ids are a session's own"
+    table = tmp_path / "azure.csv"
+    table.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n"
+                     "2023-11-16 18:17:05.2319600,3180,8\n")  # fmt: skip
+    assert [(one.at_s, one.input_tokens, one.output_tokens) for one in read_trace(table, 10)] == [
+        (0.0, 4808, 10), (pytest.approx(1.252), 3180, 8),
+    ]  # fmt: skip
+    for text in ("", "{}\n", "no json\n"):
+        (tmp_path / "bad.jsonl").write_text(text)
+        with pytest.raises(ConfigError, match=r"bad\.jsonl"):
+            read_trace(tmp_path / "bad.jsonl", 1)
+
+
+@pytest.mark.skipif(not TRACES.exists(), reason="the shared traces are not here")
+def test_real_traces_are_read():
+    for name in ("mooncake_conversation_trace.jsonl", "AzureLLMInferenceTrace_conv.csv", "claude_code"):
+        assert len(read_trace(TRACES / name, 50)) == 50

@@ -1,0 +1,113 @@
+"""`kvire replay`: what people and programs get, and what they are told when they ask for nonsense."""
+
+import json
+
+import pytest
+from replay.traces import write_lines
+from typer.testing import CliRunner
+
+from kvire.cli.main import cli
+from kvire.core.errors import ConfigError
+from kvire.plan.hits import read_curve
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Two sessions that take turns, of 4 blocks of 10 tokens each."""
+    entries = [
+        {"t": t, "tokens": 41, "output_tokens": 5, "block_tokens": 10, "blocks": [f"{t % 2}-{i}" for i in range(4)]}
+        for t in range(10)
+    ]
+    return write_lines(tmp_path / "trace.jsonl", entries)
+
+
+def replay(*arguments):
+    result = CliRunner().invoke(cli, ["replay", *map(str, arguments)])
+    if isinstance(result.exception, ConfigError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_json_says_all_and_the_planner_reads_it(trace):
+    report = json.loads(
+        replay(trace, "--json", "--policy", "lru", "--policy", "optimum", "--capacity", 60, "--capacity", "100%")
+    )
+    assert report["schema"] == "kvire.replay/1"
+    assert report["trace"]["working_set_tokens"] == 80
+    assert report["ideal_hit_rate"] == pytest.approx(8 * 40 / 410)
+    lru, optimum = report["curves"]
+    # six blocks: lru keeps the session at hand and the first two blocks of the other one
+    assert lru["points"][0] == {"capacity_tokens": 60, "hit_rate": pytest.approx(8 * 20 / 410), "request_hit_rate": 0.8}
+    assert lru["points"][1]["hit_rate"] == report["ideal_hit_rate"]
+    assert optimum["points"][0]["hit_rate"] == pytest.approx(8 * 30 / 410)
+    assert "request_hit_rate" not in optimum["points"][0]  # it is a bound on tokens
+    curve = read_curve(report)
+    assert curve.policy == "lru" and curve.hit_rate(80) == pytest.approx(8 * 40 / 410)
+
+
+def test_bytes_and_tiers(trace):
+    report = json.loads(
+        replay(trace, "--json", "--bytes-per-token", 1000, "--tier", "memory=40kB", "--tier", "disk=100%")
+    )
+    store, optimum = report["curves"]
+    assert report["tiers"][0] == {"name": "memory", "capacity_tokens": 40, "capacity_bytes": 40_000}
+    [point] = store["points"]
+    assert point["hit_rate_by_tier"] == {"memory": 0.0, "disk": pytest.approx(8 * 40 / 410)}
+    assert point["hit_rate"] == optimum["points"][0]["hit_rate"] == report["ideal_hit_rate"]
+
+
+def test_the_table_and_the_picture(trace, tmp_path):
+    for ending, head in ((".svg", b"<?xml"), (".png", b"\x89PNG")):
+        text = replay(
+            trace,
+            "--policy",
+            "s3-fifo",
+            "--policy",
+            "ttl=9",
+            "--policy",
+            "optimum",
+            "--picture",
+            tmp_path / f"curves{ending}",
+        )
+        assert (tmp_path / f"curves{ending}").read_bytes().startswith(head)
+    assert "78.0% of the tokens hit" in text
+    for word in ("s3-fifo", "ttl=9", "optimum", "100.0%"):
+        assert word in text
+    assert "memory" in replay(trace, "--tier", "memory=50")
+
+
+def test_all_policies(trace):
+    curves = json.loads(replay(trace, "--policy", "all", "--json"))["curves"]
+    names = ["lru", "store", "lfu", "gdsf", "cost-aware", "s3-fifo", "sieve", "optimum"]
+    assert [curve["policy"] for curve in curves] == names
+    sizes = [[point["capacity_tokens"] for point in curve["points"]] for curve in curves]
+    assert sizes == [[10, 20, 40, 80]] * 8  # 1, 5 and 10 % are less than one block
+
+
+def test_skipped_lines_are_told(trace):
+    with trace.open("a") as file:
+        file.write("{]\n")
+    assert "line 11: not JSON" in replay(trace)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--policy", "mru"], "no policy 'mru'"),
+        (["--policy", "ttl=-1"], "no lifetime"),
+        (["--capacity", "5GB"], "--bytes-per-token"),
+        (["--capacity", "many"], "no size"),
+        (["--capacity", "9"], "holds no block"),
+        (["--tier", "tape=5"], "memory=SIZE and disk=SIZE"),
+        (["--tier", "disk=50", "--policy", "lru"], "leave out"),
+        (["--picture", "a.gif"], "ends in .svg or .png"),
+    ],
+)
+def test_mistakes_are_named(trace, arguments, why):
+    with pytest.raises(ConfigError, match=why):
+        replay(trace, *arguments)
+
+
+def test_halves_are_of_time_or_of_sessions(trace):
+    assert json.loads(replay(trace, "--half", 2, "--json"))["requests"] == 5
