@@ -33,6 +33,7 @@ def test_parse_size_refuses(text: str | int) -> None:
 def test_format_size() -> None:
     assert format_size(1536) == "1.5 KiB"
     assert format_size(10) == "10 B"
+    assert format_size(1000 * 2**30) == "1000 GiB" and format_size(999.7 * 2**20) == "1000 MiB"
     assert format_size(3 * 2**30) == "3 GiB"
 
 

@@ -54,6 +54,13 @@ def test_no_word_of_a_prompt_is_shown_unless_asked_for(log: Path, tmp_path: Path
     assert "2026-11-30T10:00:01Z" in run(log, "--show-text")
 
 
+def test_names_that_are_no_utf_8_are_printed(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_bytes(b"\n".join(as_lines([chat(RULES, ("user", "What?"), model=model) for model in ("\ud800", "two")])))
+    (finding,) = json.loads(run(log, "--json", "--html", tmp_path / "page.html"))["findings"]
+    assert (finding["example"]["piece"], finding["example"]["other_piece"]) == ("two", "\N{MIDDLE DOT}")
+
+
 def test_nothing_is_sent_anywhere(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("opened a connection")

@@ -73,7 +73,7 @@ def test_tiers_as_people_write_them() -> None:
         1e-4,
         0.08,
     )
-    assert mine.state == "N" and parse_tier("fast-ssd=1TB@3").state == "D" and parse_tier("ram").state == "R"
+    assert mine.state == "N" and parse_tier("frame-ssd=1TB@3").state == "D" and parse_tier("ram").state == "R"
     assert parse_tier("nvme4=4TB") == replace(presets()["nvme4"], capacity_bytes=4 * 10**12)
     assert parse_tier("s3@0.5,20ms").bytes_per_s == 0.5e9
     assert mine.usd_per_month(5e11) == pytest.approx(40)

@@ -87,7 +87,7 @@ def doctor(
 
         diagnosis_page(values).write(html)
     if as_json:
-        print(json.dumps(values, indent=2, ensure_ascii=False))
+        print(json.dumps(values, indent=2))  # ASCII: names of models may have what is no UTF-8
         return
     from kvire.doctor.text import print_diagnosis  # noqa: PLC0415
 

@@ -42,7 +42,7 @@ def format_size(size_bytes: float) -> str:
     """3 significant digits with a binary unit: 1.41 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size_bytes) < 1024:
-            return f"{size_bytes:.3g} {unit}" if unit != "B" else f"{size_bytes:.0f} B"
+            return f"{size_bytes:.0f} {unit}" if unit == "B" or abs(size_bytes) >= 999.5 else f"{size_bytes:.3g} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.3g} TiB"
 

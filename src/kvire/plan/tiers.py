@@ -93,9 +93,9 @@ def _positive(number: str, text: str) -> float:
 def _state_of(name: str) -> str:
     """By what people call their tiers: memory, disks, and everything else is elsewhere."""
     name = name.lower()
-    if any(word in name for word in ("ram", "mem", "dram")):
-        return "R"
-    return "D" if any(word in name for word in ("nvme", "ssd", "disk")) else "N"
+    if any(word in name for word in ("nvme", "ssd", "disk")):
+        return "D"
+    return "R" if any(word in name for word in ("ram", "mem")) else "N"
 
 
 def _of_row(row: Mapping[str, Any]) -> Tier:
