@@ -10,6 +10,7 @@ from bench_command.made import made_report
 from server.serving import running, tiny_engine
 
 from kvire.bench import results
+from kvire.cli.bench_arms import without_secrets
 from kvire.cli.main import app
 
 
@@ -111,6 +112,7 @@ def test_the_default_measures_every_state_of_the_embedded_model(bench, monkeypat
         (["--url", "http://127.0.0.1:9/v1", "--options", "--no-store"], "are for the built-in engine"),
         (["--url", "http://127.0.0.1:9/v1"], "does not answer"),
         (["--url", "http://h/v1", "--against", "http://h/v1", "--served-name", "m"], "the same server"),
+        (["--url", "http://h/v1", "--against", "http://h/v1/", "--served-name", "m"], "the same server"),
         (["--store", "/a,/b", "--against", "--no-store"], "name one model and one store"),
         (["--model", "nowhere"], "no model 'nowhere'"),
     ],
@@ -136,6 +138,21 @@ def test_reports_are_compared(bench, tmp_path):
     results.write(report, paths[1])
     code, _, err = bench("compare", *paths)
     assert code == 2 and "seed is 0 in the first and 7 in the second" in err
+
+
+def test_reports_keep_no_secrets():
+    words = [
+        "bench",
+        "--api-key",
+        "k1",
+        "--api-key=k2",
+        "--remote",
+        "redis://me:pw@host:6379/1",
+        "--url",
+        "http://h/v1",
+    ]
+    told = without_secrets(words)
+    assert told == ["bench", "--api-key", "...", "--api-key=...", "--remote", "redis://...@host:6379/1", *words[-2:]]
 
 
 def test_help_needs_neither_torch_nor_charts():

@@ -31,6 +31,8 @@ def test_reasoning_is_text_and_a_token_without_text_is_counted_by_usage():
     assert answer.pieces == ("hm", "a") and answer.output_tokens == 4
     assert answer.tpot_s == pytest.approx((answer.e2e_s - answer.ttft_s) / 3)
     assert answer.cached_tokens is None
+    at_once, _ = answered([piece("a b c"), END, usage(5, 3), DONE])
+    assert at_once.output_tokens == 3 and at_once.tpot_s is None, "how long the others took is not known"
 
 
 def test_an_answer_without_text_is_timed_by_its_end():
@@ -48,6 +50,8 @@ def test_an_answer_without_text_is_timed_by_its_end():
         ([piece("a"), {"error": {"message": "no more memory"}}], 200, "error_event"),
         (["data: {"], 200, "malformed_stream"),
         (["data: 3"], 200, "malformed_stream"),
+        ([{"choices": [3]}], 200, "malformed_stream"),
+        ([piece("a"), {"usage": [3]}], 200, "malformed_stream"),
         ([piece("a"), 1.5, piece("b"), END], 200, "timeout"),
     ],
 )
@@ -56,9 +60,10 @@ def test_errors_have_kinds(script, status, error):
 
 
 def test_drops_that_never_fall_silent_still_end():
-    script = [part for i in range(12) for part in (piece(str(i)), 0.1)]
-    answer, _ = answered(script, timeout_s=0.5)
-    assert answer.error == "timeout" and 0 < len(answer.pieces) < 12
+    for drop in (piece("a"), ": still here"):
+        answer, _ = answered([part for _ in range(12) for part in (drop, 0.1)], timeout_s=0.5)
+        assert answer.error == "timeout" and len(answer.pieces) < 12
+        assert answer.end_s < 1.0
 
 
 def test_nobody_there():

@@ -83,13 +83,14 @@ def test_nothing_answered_is_no_figure():
     assert found["answered"] == 0 and "ttft_s" not in found
 
 
-def test_prefill_speed_adds_up_times_or_spans_them():
+def test_prefill_speed_is_over_the_time_in_which_somebody_waited():
     samples = [sample(ttft=1.0, cached=0, sent_s=0.0), sample(ttft=3.0, cached=0, sent_s=1.0)]
-    assert prefill_tokens_per_s(samples, one_by_one=True) == 200 / 4.0
-    assert prefill_tokens_per_s(samples, one_by_one=False) == 200 / 4.0  # from 0 to 1 + 3
-    together = [sample(ttft=1.0, cached=0), sample(ttft=2.0, cached=0)]
-    assert prefill_tokens_per_s(together, one_by_one=False) == 200 / 2.0
-    assert prefill_tokens_per_s([sample(error="timeout")], one_by_one=True) is None
+    assert prefill_tokens_per_s(samples) == 200 / 4.0
+    together = [sample(ttft=2.0, cached=0), sample(ttft=1.0, cached=0, sent_s=0.5)]
+    assert prefill_tokens_per_s(together) == 200 / 2.0
+    apart = [sample(ttft=1.0, cached=20, sent_s=0.0), sample(ttft=1.0, cached=0, sent_s=100.0)]
+    assert prefill_tokens_per_s(apart) == 180 / 2.0, "nothing is computed while nobody asks"
+    assert prefill_tokens_per_s([sample(error="timeout")]) is None
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_ratios_of_two_runs():
     assert found.low > 1.5 and found.high < 2.6
     same = ratio_interval([1.0] * 5, [1.0] * 5)
     assert (same.low, same.high) == (1.0, 1.0)
-    assert ratio_interval([1.0], [2.0]).coverage is None
+    assert ratio_interval([1.0] * 4, [2.0] * 5).coverage is None
 
 
 def test_quantiles_are_values_that_were_measured():
@@ -124,7 +125,7 @@ def test_the_ideal_is_the_longest_common_beginning():
     prompts = [Prompt((message("user", text),), 1) for text in ("aaaa", "aabb", "zzzz")]
     tokens = {"aaaa": (1, 1, 1, 1), "aabb": (1, 1, 2, 2), "zzzz": (3, 3, 3, 3)}
     shares = reusable(prompts, [Prompt((message("user", "zzzz"),), 1)], lambda p: tokens[p.messages[0]["content"]])
-    assert shares == [0.0, 0.5, 1.0]
+    assert shares == [0.0, 0.5, 0.75], "the last token is always computed"
 
 
 def test_the_longest_beginning_is_found_among_many():

@@ -67,6 +67,7 @@ def test_answers_are_compared_piece_by_piece():
         1,
         2,
     ]
+    assert first_difference(("a", "b"), ("ab",)) is None, "the same text, cut otherwise"
 
 
 def test_a_comparison_gives_ratios_with_intervals_and_says_what_differs():
@@ -113,7 +114,7 @@ def test_notes_say_what_must_not_be_overlooked():
     row = report["rows"][1]["summary"]
     row["client_saturated"], row["client_cpu"], row["speedup"]["median"] = True, 0.62, 1.05
     notes = " ".join(figures.notes(report))
-    assert "no state is named, since 3.0 MB of the store lay in the page cache" in notes
+    assert "D was asked for, but no state is named, since 3.0 MB of the store lay in the page cache" in notes
     assert "62 % of a core" in notes and "the gain is small, 1.05 x" in notes
     assert "1 of 5 answers differ from those without reuse" in notes
     [line] = figures.comparisons(report)
@@ -136,9 +137,10 @@ def test_the_page_is_one_file_with_every_row_and_proof():
     report = made_report()
     longer = copy.deepcopy(report["rows"][1])
     longer["context_tokens"] = 2048
+    longer["samples"][0]["detail"] = "<script>"
     report["rows"].append(longer)
     page = html.page(report).html()
     assert Links(page).found == []
-    assert page.count("<svg") == 2 and "Up to 10 x: docqa at 1,024 tokens, device-warm, starts after 300 ms" in page
-    for text in ("unproved", "lay in the page cache", "300 ms (", "abc+", "token ids", "outside the server"):
+    assert page.count("<svg") == 3 and "Up to 10 x: docqa at 1,024 tokens, device-warm, starts after 300 ms" in page
+    for text in ("D unproved", "lay in the page cache", "300 ms (", "abc+", "token ids", "outside the server"):
         assert text in page, text

@@ -49,6 +49,24 @@ def test_a_tier_gave_what_only_it_had(state, tier, around):
         slower = replace(request(), slower=True)
         assert held(state, [request(tier, 896), slower], around).holds and not held(state, [slower], around).holds
         assert "since that was faster" in held(state, [slower], around).doubts[0]
+        mostly_computed = [request(tier, 896), slower, slower]
+        assert not held(state, mostly_computed, around).holds, "less than half of what the tier has"
+        begun = replace(request(tier, 16), slower=True)
+        assert not held(state, [begun], around).holds, "a load that was given up"
+        assert not held(state, good, replace(around, unwritten=True)).holds
+
+
+@pytest.mark.parametrize("state", [State.G, State.W])
+def test_what_requests_bring_each_other_is_not_what_the_fill_left(state):
+    first = request("device", 0, inside=900.0)
+    others = [request("device", 900, inside=900.0, earlier=900.0)] * 15
+    assert sum(r.reused for r in others) >= 0.9 * 16 * 900
+    assert held(state, [request("device", 900, inside=900.0), *others]).holds
+    assert not held(state, [first, *others]).holds
+
+
+def test_the_beginning_of_a_template_proves_nothing():
+    assert not held(State.G, [request("device", 16, stored=16.0)]).holds
 
 
 def test_the_pool_may_give_what_the_pass_itself_brought():

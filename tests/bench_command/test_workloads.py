@@ -1,6 +1,7 @@
 """What workloads ask: sizes, shared beginnings, and traces scaled down with their reuse."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from kvire.bench.prompts import TokenScale, Writer
 from kvire.bench.run import new_nonce
 from kvire.bench.settings import Settings
 from kvire.bench.states import State
-from kvire.bench.traces import TraceScale, read_trace, trace_work
+from kvire.bench.traces import TraceScale, digest, read, trace_work
 from kvire.bench.workloads import WORKLOADS, Size, Work
 from kvire.core.errors import ConfigError
 
@@ -74,7 +75,9 @@ def plan(**more):
         ({"output_tokens": 1}, "--output-tokens"),
         ({"repeats": 0}, "--repeats"),
         ({"rate_per_s": 0.0}, "--rate"),
-        ({"trace": Path("/nowhere.jsonl")}, "cannot read the trace"),
+        ({"trace": Path("/nowhere.jsonl")}, "cannot read /nowhere"),
+        ({"trace": Path("/nowhere.csv")}, "cannot read /nowhere"),
+        ({"trace": Path("/nowhere.csv"), "trace_scale": TraceScale(requests=0)}, "--requests"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(wrong, says):
@@ -97,12 +100,14 @@ MOONCAKE = [
 ]
 
 
+def lines(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def test_a_trace_keeps_order_arrivals_lengths_and_reuse(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in MOONCAKE))
-    records = read_trace(path, 10)
-    assert [(one.at_s, one.input_tokens) for one in records] == [(0.0, 1200), (1.5, 600), (3.0, 1100)]
-    work = trace_work(records, TraceScale(lengths=0.1, speed=2.0, requests=10), WRITE, Size(600, 1, 1, 30))
+    trace = read(lines(tmp_path / "trace.jsonl", MOONCAKE))
+    work = trace_work(trace, TraceScale(lengths=0.1, speed=2.0, requests=10), WRITE, Size(600, 1, 1, 30))
     assert [script.start_s for script in work.fill] == [0.0, 0.75, 1.5]
     asked = prompts(work.fill)
     assert [prompt.output_tokens for prompt in asked] == [4, 1, 30]  # the last is cut to --output-tokens
@@ -110,37 +115,53 @@ def test_a_trace_keeps_order_arrivals_lengths_and_reuse(tmp_path):
     assert lengths == pytest.approx([120, 60, 110], abs=5)
     shares = reusable(asked, [], characters)
     assert shares[1] < 0.2 and shares[2] == pytest.approx(1024 / 1100, abs=0.05)
-    assert len(prompts(trace_work(records, TraceScale(0.1, 1.0, 2), WRITE, SIZE).fill)) == 2
+    assert len(prompts(trace_work(trace, TraceScale(0.1, 1.0, 2), WRITE, SIZE).fill)) == 2
+    assert digest(trace, TraceScale()) != digest(trace, TraceScale(requests=2))
 
 
-def test_sessions_and_tables_are_read_too(tmp_path):
-    session = {
-        "id": "s", "block_size": 64,
-        "requests": [
-            {"t": 0.0, "in": 130, "out": 9, "hash_ids": [1, 2, 3]},
-            {"t": 4.0, "requests": [{"t": 1.0, "in": 70, "out": 3, "hash_ids": [1, 9]}]},
-        ],
-    }  # fmt: skip
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.json").write_text(json.dumps(session | {"id": name}))
-    records = read_trace(tmp_path, 10)
-    assert [(one.at_s, one.input_tokens, one.block_tokens) for one in records] == [
-        (0.0, 130, 64), (0.0, 130, 64), (5.0, 70, 64), (5.0, 70, 64),
-    ]  # fmt: skip
-    assert len({one.blocks for one in records}) == 4, "ids are a session's own"
+@pytest.mark.parametrize("lengths", [1.0, 0.05, 0.01])
+def test_short_blocks_neither_grow_nor_shrink(tmp_path, lengths):
+    """Blocks of 64 tokens become 3.2 words, or less than one: what prompts share is the same share at every scale."""
+    ids = list(range(200))
+    rows = [
+        {"t": i, "tokens": 64 * 200 + 1280, "block_tokens": 64, "blocks": ids[:150] + [f"{i}/{k}" for k in range(50)]}
+        for i in range(2)
+    ]
+    trace = read(lines(tmp_path / "own.jsonl", rows))
+    asked = prompts(trace_work(trace, TraceScale(lengths), WRITE, Size(99_999, 1, 1, 30)).fill)
+    assert [len(prompt.text.split()) for prompt in asked] == [pytest.approx(14080 * lengths, abs=4)] * 2
+    assert reusable(asked, [], characters)[1] == pytest.approx(9600 / 14080, abs=0.06)
+
+
+def test_tables_have_no_blocks_and_share_nothing(tmp_path):
     table = tmp_path / "azure.csv"
-    table.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n"
-                     "2023-11-16 18:17:05.2319600,3180,8\n")  # fmt: skip
-    assert [(one.at_s, one.input_tokens, one.output_tokens) for one in read_trace(table, 10)] == [
-        (0.0, 4808, 10), (pytest.approx(1.252), 3180, 8),
-    ]  # fmt: skip
-    for text in ("", "{}\n", "no json\n"):
-        (tmp_path / "bad.jsonl").write_text(text)
-        with pytest.raises(ConfigError, match=r"bad\.jsonl"):
-            read_trace(tmp_path / "bad.jsonl", 1)
+    table.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:05.2319600,3180,8\n"
+                     "2023-11-16 18:17:03.9799600,4808,10\n")  # fmt: skip
+    work = trace_work(read(table), TraceScale(0.1), WRITE, Size(600, 1, 1, 30))
+    assert [script.start_s for script in work.fill] == [0.0, pytest.approx(1.252)]
+    assert [len(prompt.text.split()) for prompt in prompts(work.fill)] == pytest.approx([480, 318], abs=4)
+    assert max(reusable(prompts(work.fill), [], characters)) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("bad.jsonl", ""),
+        ("bad.jsonl", "{}\n"),
+        ("bad.jsonl", "no json\n"),
+        ("bad.jsonl", json.dumps(MOONCAKE[0]) + "\n{\n"),
+        ("bad.csv", ""),
+        ("bad.csv", "TIMESTAMP,Tokens\n2023-11-16 18:17:05.2319600,3\n"),
+        ("bad.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,3,4\n"),
+    ],
+)
+def test_a_trace_that_cannot_be_read_as_a_whole_is_refused(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(name)):
+        read(tmp_path / name)
 
 
 @pytest.mark.skipif(not TRACES.exists(), reason="the shared traces are not here")
 def test_real_traces_are_read():
     for name in ("mooncake_conversation_trace.jsonl", "AzureLLMInferenceTrace_conv.csv", "claude_code"):
-        assert len(read_trace(TRACES / name, 50)) == 50
+        assert len(read(TRACES / name).requests) > 1000

@@ -58,7 +58,7 @@ def test_bytes_and_tiers(trace):
 
 
 def test_the_table_and_the_picture(trace, tmp_path):
-    for ending, head in ((".svg", b"<?xml"), (".png", b"\x89PNG")):
+    for ending, head in ((".svg", b"<svg"), (".png", b"\x89PNG")):
         text = replay(
             trace,
             "--policy",
@@ -88,7 +88,15 @@ def test_all_policies(trace):
 def test_skipped_lines_are_told(trace):
     with trace.open("a") as file:
         file.write("{]\n")
-    assert "line 11: not JSON" in replay(trace)
+    for options in ((), ("--spread",), ("--half", 1), ("--coarse", 2)):
+        assert "line 11: not JSON" in replay(trace, *options)
+
+
+def test_all_may_stand_beside_others(trace):
+    policies = [
+        c["policy"] for c in json.loads(replay(trace, "--policy", "lru", "--policy", "all", "--json"))["curves"]
+    ]
+    assert len(policies) == 8
 
 
 @pytest.mark.parametrize(
@@ -101,7 +109,8 @@ def test_skipped_lines_are_told(trace):
         (["--capacity", "9"], "holds no block"),
         (["--tier", "tape=5"], "memory=SIZE and disk=SIZE"),
         (["--tier", "disk=50", "--policy", "lru"], "leave out"),
-        (["--picture", "a.gif"], "ends in .svg or .png"),
+        (["--picture", "a.gif"], ".svg or a .png"),
+        (["--coarse", "9"], "fills a block of 90 tokens"),
     ],
 )
 def test_mistakes_are_named(trace, arguments, why):

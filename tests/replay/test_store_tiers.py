@@ -1,10 +1,13 @@
 """What is replayed is what the store does: the real tiers, beside their simulation, hit the same blocks every time."""
 
+from dataclasses import replace
+
 import pytest
 from replay.traces import random_trace, trace_of
 from store.blocks import frame_of, records_of
 from store.stores import load_all, open_store, save_all
 
+from kvire.core.record import BlockId
 from kvire.replay import store_tiers as simulated
 from kvire.replay.caches import RankCache
 from kvire.replay.simulate import run, run_store
@@ -92,7 +95,7 @@ def test_the_disk_tier(tmp_path):
     with DiskTier(tmp_path / "disk", 4 * MIB, elapsed=lambda: clock) as tier:
         real = []
         for chain, end in zip(chains_of(trace, kv_bytes=30_000), ended, strict=True):
-            clock += 10.0
+            clock += 100.0
             real.append(drive(tier, chain, touched=end))
         evicted = tier.stats().evictions["room"]
     disk = simulated.DiskTier(trace, blocks)
@@ -109,7 +112,7 @@ def test_a_prompt_longer_than_the_disk_tier_keeps_its_beginning(tmp_path):
     real = []
     with DiskTier(tmp_path / "disk", 4 * MIB, elapsed=lambda: clock) as tier:
         for chain in chains_of(trace, kv_bytes=30_000):
-            clock += 10.0
+            clock += 100.0
             real.append(drive(tier, chain))
         assert tier.stats().refused["full"] > 20
     assert real == found(trace, simulated.StoreTiers([simulated.DiskTier(trace, blocks)]))
@@ -213,3 +216,50 @@ def test_such_a_prompt_is_refused_as_too_long():
     assert drive(tier, short) == 0
     assert all(tier.held([record.id for record in short]))
     assert drive(tier, long) == 2
+
+
+def in_all_groups(tier, chain):
+    """Write a prompt's blocks as the engine does; how many leading ones are there in every group."""
+    for record in chain:
+        for group in (0, 1):
+            own = replace(record, id=BlockId(record.id.key, group))
+            if not tier.held([own.id])[0]:
+                tier.write(own, frame_of(own), TAG)
+    tier.touch([BlockId(record.id.key, group) for record in chain for group in (0, 1)])
+    there = [all(tier.held([BlockId(record.id.key, group) for group in (0, 1)])) for record in chain]
+    return [*there, False].index(False)
+
+
+def test_groups_of_one_prompt_do_not_make_room_for_each_other(tmp_path):
+    """Of what does not fit, the beginning is kept in every group."""
+    [long] = chains_of(trace_of([(range(30), 301)]), kv_bytes=600)
+    memory = MemoryTier(20 * UNIT)
+    assert [in_all_groups(memory, long) for _ in range(3)] == [10] * 3
+    blocks = disk_blocks(tmp_path / "size")
+    [long] = chains_of(trace_of([(range(blocks), 10 * blocks + 1)]), kv_bytes=30_000)
+    with DiskTier(tmp_path / "disk", 4 * MIB) as disk:
+        assert [in_all_groups(disk, long) for _ in range(2)] == [blocks // 2] * 2
+
+
+def test_what_another_process_found_room_for_is_not_cut_off(tmp_path):
+    """One process had no room for a block; another wrote it later, so what follows it has its beginning again."""
+    blocks = disk_blocks(tmp_path / "size")
+    [long] = chains_of(trace_of([(range(blocks + 2), 10 * blocks + 20)]), kv_bytes=30_000)
+    with DiskTier(tmp_path / "disk", 4 * MIB) as one, DiskTier(tmp_path / "disk", 4 * MIB) as other:
+        drive(one, long)
+        after = len(long) - 2
+        assert one.held([record.id for record in long[after - 1 :]]) == [True, False, False]
+        other.delete([record.id for record in long[:3]], "cleared")  # makes room
+        assert other.write(long[after], frame_of(long[after]), TAG)
+        assert one.write(long[after + 1], frame_of(long[after + 1]), TAG)
+
+
+def test_a_write_below_does_not_bring_back_what_has_expired(tmp_path):
+    [chain] = chains_of(trace_of([("ab", 21)]), kv_bytes=600)
+    clock = 0.0
+    with DiskTier(tmp_path / "disk", 4 * MIB, elapsed=lambda: clock) as tier:
+        tier.write(chain[0], frame_of(chain[0]), TAG, ttl_s=100)
+        tier._upkeep.close()  # nothing takes expired blocks out meanwhile
+        clock = 101.0
+        tier.write(chain[1], frame_of(chain[1]), TAG)
+        assert tier.held([record.id for record in chain]) == [False, True]

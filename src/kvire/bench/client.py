@@ -6,7 +6,7 @@ Threads and the standard library: the client shares the machine with the server 
 import http.client
 import json
 import ssl
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -75,9 +75,9 @@ class Answer:
 
     @property
     def tpot_s(self) -> float | None:
-        """(E2E - TTFT) / (tokens - 1); None for a single token."""
+        """(E2E - TTFT) / (tokens - 1); None for a single token, or several that came as one piece."""
         tokens = self.output_tokens
-        return (self.e2e_s - self.ttft_s) / (tokens - 1) if tokens > 1 else None
+        return (self.e2e_s - self.ttft_s) / (tokens - 1) if tokens > 1 and len(self.pieces) > 1 else None
 
     @property
     def gaps_s(self) -> tuple[float, ...]:
@@ -108,15 +108,16 @@ def ask(
         if response.status != 200:
             detail = response.read(500).decode(errors="replace")
             return reader.answer(f"http_{response.status}", detail)
-        for event in _events(response):
-            reader.take(event)
+        for line in response:  # also comments, with which servers keep a connection open
+            if line.startswith(b"data:"):
+                reader.take(_event(line))
             if reader.elapsed_s > endpoint.timeout_s:
                 return reader.answer("timeout", f"no end within {endpoint.timeout_s:g} s")
     except TimeoutError as error:
         return reader.answer("timeout", str(error))
     except (OSError, http.client.HTTPException) as error:
         return reader.answer("connection", f"{type(error).__name__}: {error}")
-    except ValueError as error:  # an event that is no JSON
+    except (ValueError, TypeError, AttributeError) as error:  # an event that is no JSON, or not of this form
         return reader.answer("malformed_stream", str(error))
     finally:
         connection.close()
@@ -186,11 +187,12 @@ class _Reader:
             raise ValueError("an event that is no object")  # noqa: TRY004 - not the caller's mistake
         if "error" in event:
             self._error = ("error_event", json.dumps(event["error"])[:500])
-        self._usage = event.get("usage") or self._usage
-        self._kvire = event.get("kvire") or self._kvire
+        self._usage = dict(event.get("usage") or self._usage)
+        self._kvire = dict(event.get("kvire") or self._kvire)
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
-            if piece := next((delta[name] for name in TEXT_FIELDS if delta.get(name)), ""):
+            texts = (delta[name] for name in TEXT_FIELDS if isinstance(delta.get(name), str))
+            if piece := next(filter(None, texts), ""):
                 self._at_s.append(self.elapsed_s)
                 self._pieces.append(piece)
             self._finished = self._finished or choice.get("finish_reason") is not None
@@ -204,12 +206,10 @@ class _Reader:
         return Answer(times, pieces, self.elapsed_s, self._usage, self._kvire, error, detail)
 
 
-def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
-    """Payloads of server-sent events; None stands for [DONE]."""
-    for line in response:
-        if line.startswith(b"data:"):
-            data = line[len(b"data:") :].strip()
-            yield None if data == b"[DONE]" else json.loads(data)
+def _event(line: bytes) -> Any:
+    """Payload of a server-sent event; None stands for [DONE]."""
+    data = line[len(b"data:") :].strip()
+    return None if data == b"[DONE]" else json.loads(data)
 
 
 def _path(endpoint: Endpoint, path: str) -> str:

@@ -13,7 +13,7 @@ from kvire.core.errors import ConfigError
 KEY = ("workload", "state", "context_tokens", "concurrency", "rate_per_s")
 MEASURES = ("ttft_s", "tpot_s", "e2e_s")
 # Of the settings, what has to be equal for rows to be comparable.
-SAME_SETTINGS = ("scripts", "output_tokens", "seed", "trace", "trace_scale", "slo")
+SAME_SETTINGS = ("scripts", "output_tokens", "seed", "trace", "trace_sha256", "trace_scale")
 # Of the model, what makes it another one; kv_dtype and block size may be what is compared.
 SAME_MODEL = ("name", "weights_bytes")
 

@@ -12,8 +12,13 @@ SMALL_GAIN = 1.2  # below, a speed-up is called small
 
 def state(row: Row) -> str:
     """Letter and name."""
-    letter = State(row["state"])
-    return str(letter) if letter is State.UNPROVED else f"{letter} {NAMES[letter]}"
+    named = State(row["state"])
+    return f"{row['asked']} {NAMES[named]}"
+
+
+def letter(row: Row) -> str:
+    """The state in a chart, where there is little room."""
+    return state(row) if row["state"] == State.UNPROVED else str(row["state"])
 
 
 Column = tuple[str, Callable[[Row], str]]
@@ -51,7 +56,10 @@ def notes(report: Report) -> list[str]:
         where = f"{row['workload']}, {row['context_tokens']:,} tokens, {row['concurrency']} at once"
         summary = row["summary"]
         if row["state"] == State.UNPROVED:
-            found.append(f"{where}: no state is named, since {'; '.join(row['proof']['doubts'])}.")
+            found.append(
+                f"{where}: {row['asked']} was asked for, but no state is named, since "
+                f"{'; '.join(row['proof']['doubts'])}."
+            )
         if summary["client_saturated"]:
             found.append(
                 f"{where}: this client took {percent(summary['client_cpu'])} of a core: it may be what was measured."
@@ -127,7 +135,9 @@ def number(value: float) -> str:
 
 def seconds(value: float) -> str:
     """0.42 s as 420 ms."""
-    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"
+    if value < 1:
+        return f"{value * 1e3:.0f} ms" if value >= 0.01 else f"{value * 1e3:.2g} ms"
+    return f"{value:.2f} s"
 
 
 def percent(share: float) -> str:

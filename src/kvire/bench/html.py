@@ -68,13 +68,16 @@ def _charts(made: Page, rows: list[Row], title: str) -> None:
             )
         else:
             made.figure(_by_state(mine, name), f"{name}, {contexts[0]:,} tokens: median and interval.")
-        made.figure(_hits(mine, name), f"{name}: prompt tokens that were not computed, by where they came from.")
+        for context in contexts:
+            here = [row for row in mine if row["context_tokens"] == context]
+            about = f"{name}, {context:,} tokens"
+            made.figure(_hits(here, about), f"{about}: prompt tokens that were not computed, by where they came from.")
 
 
 def _over_context(rows: list[Row], contexts: list[int], name: str) -> str:
     series = []
-    for state in dict.fromkeys(row["state"] for row in rows):
-        by_context = {row["context_tokens"]: row["summary"]["ttft_s"] for row in rows if row["state"] == state}
+    for state in dict.fromkeys(map(figures.letter, rows)):
+        by_context = {row["context_tokens"]: row["summary"]["ttft_s"] for row in rows if figures.letter(row) == state}
         here = [by_context.get(context) for context in contexts]
         values, low, high = ([None if one is None else one[k] for one in here] for k in ("median", "low", "high"))
         series.append(Series(state, values, contexts, low, high))
@@ -89,20 +92,17 @@ def _by_state(rows: list[Row], name: str) -> str:
     middles, lows, highs = ([one[k] for one in times] for k in ("median", "low", "high"))
     series = Series("TTFT", middles, low=lows, high=highs)
     labels = Labels(name, "Time to the first token in each state.", "state", "TTFT, s")
-    return bars([row["state"] for row in rows], [series], labels)
+    return bars([figures.letter(row) for row in rows], [series], labels)
 
 
 def _hits(rows: list[Row], name: str) -> str:
-    names = [f"{row['state']} {row['context_tokens']:,}" for row in rows]
     told = [row["summary"].get("hit_by_tier") for row in rows]
     if any(told):
         series = [Series(tier, [(one or {}).get(tier, 0.0) for one in told]) for tier in TIERS]
     else:
         series = [Series("reused", [row["summary"].get("hit_rate") or 0.0 for row in rows])]
-    labels = Labels(
-        f"Reused: {name}", "Share of prompt tokens that were reused.", "state and context", "share of prompt tokens"
-    )
-    return bars(names, series, labels, stacked=True)
+    labels = Labels(f"Reused: {name}", "Share of prompt tokens that were reused.", "state", "share of prompt tokens")
+    return bars([figures.letter(row) for row in rows], series, labels, stacked=True)
 
 
 def _split(made: Page, report: Report) -> None:
@@ -113,7 +113,7 @@ def _split(made: Page, report: Report) -> None:
         outside = row["summary"].get("outside_server_s")
         values = [figures.shown(one, figures.seconds) for one in (*split.values(), outside)]
         if split and any(value != figures.NOTHING for value in values):
-            rows.append([row["arm"], row["workload"], f"{row['context_tokens']:,}", row["state"], *values])
+            rows.append([row["arm"], row["workload"], f"{row['context_tokens']:,}", figures.letter(row), *values])
     if rows:
         made.heading("Where the first token's time goes")
         made.table(["arm", "workload", "context", "state", "queue", "load", "prefill", "outside the server"], rows)

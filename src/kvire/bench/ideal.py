@@ -35,13 +35,15 @@ def common(one: Units, other: Units) -> int:
 
 
 def reusable(prompts: Sequence[Prompt], before: Iterable[Prompt], spell: Spell) -> list[float]:
-    """For each prompt, the share of it that begins like one of `before` or one earlier in the list; 0 to 1."""
+    """For each prompt, the share of it that begins like one of `before` or one earlier in the list; never all of it,
+    since the last token is always computed.
+    """
     seen = Seen()
     for prompt in before:
         seen.add(spell(prompt))
     shares = []
     for units in map(spell, prompts):
-        shares.append(seen.shared(units) / max(1, len(units)))
+        shares.append(min(seen.shared(units), len(units) - 1) / len(units) if units else 0.0)
         seen.add(units)
     return shares
 

@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
+LEAST_RESAMPLED = (
+    5  # values of a bootstrap: with three it holds the true ratio with 89 %, with two with 62 % (simulated)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,9 @@ def median_interval(values: Sequence[float]) -> Interval:
 
 
 def ratio_interval(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Interval:
-    """median(ours) / median(theirs) of two independent sets, by a percentile bootstrap of 95 %."""
+    """median(ours) / median(theirs) of two independent sets, by a percentile bootstrap of 95 %; with fewer than five
+    values in one of them it holds the true ratio less often, and states no coverage.
+    """
     rng = random.Random(seed)  # noqa: S311 - resampling
     ratios = sorted(
         statistics.median(rng.choices(ours, k=len(ours))) / statistics.median(rng.choices(theirs, k=len(theirs)))
@@ -52,7 +57,7 @@ def ratio_interval(ours: Sequence[float], theirs: Sequence[float], seed: int = 0
     cut = round(RESAMPLES * (1 - CONFIDENCE) / 2)
     ratio = statistics.median(ours) / statistics.median(theirs)
     n = min(len(ours), len(theirs))
-    return Interval(ratio, ratios[cut], ratios[-1 - cut], CONFIDENCE if n > 1 else None, n)
+    return Interval(ratio, ratios[cut], ratios[-1 - cut], CONFIDENCE if n >= LEAST_RESAMPLED else None, n)
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvire.bench.arm import Judge, Measured, Say
 from kvire.bench.client import Endpoint
@@ -17,6 +18,7 @@ from kvire.bench.settings import Settings
 from kvire.bench.states import State
 from kvire.core.errors import ConfigError
 from kvire.models.catalog import ModelFacts, describe
+from kvire.store.remote import shown
 
 OURS = ("--port", "--host", "--api-key", "--served-name", "--store", "--remote", "--ram", "--key-file", "--disk-size")
 DEFAULT_BLOCK_TOKENS = 16
@@ -93,7 +95,7 @@ class KvireArm:
             },
             "options": list(self.options),
             "store": str(self.place) if self.has_store else None,
-            "remote": self.remote,
+            "remote": None if self.remote is None else shown(urlsplit(self.remote)),
         }
 
     def steps(self) -> int:

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,11 @@ LEAST_DISK_BYTES, LEAST_POOL_TOKENS = 256 << 20, 1024
 MORE_RAM_BYTES = 16 << 20  # of the memory tier, for what it keeps beside KV
 REMOTE_TTL_S = 24 * 3600  # after a run nobody has the keys of what it left in a remote store
 FORGET = {"store": False}  # what a probe computes is kept nowhere, so that the next state finds what the fill left
-FILLERS, FILLER_SHARE = 3, 0.42  # prompts, and what each takes of a cell's room: together more than the pool holds
+FILL_POOL, LEAST_FILLERS = (
+    1.26,
+    3,
+)  # what fillers take of a cell's room, more than the pool holds; and in how many prompts
+LONGEST_FILLER = 0.8  # of the model's context, since texts are only about as long as asked
 FILLER = Cell("filler", 0, 1)
 
 
@@ -53,6 +58,7 @@ class Repeat:
         self._wanted = set(self._settings.states)
         self._asked = 0  # of the running process
         self._filler: tuple[Script, ...] = ()
+        self._unwritten = False  # whether the store was too slow for what a fill left
 
     def all(self) -> Iterator[Measured]:
         """Every state, each as soon as it can be had."""
@@ -61,8 +67,6 @@ class Repeat:
             started = server.counters()
             for cell, work in self._cells:
                 yield from self._first_process(server, started, cell, work, last=not restarted)
-            if not server.flush():
-                self._say("the store is slow to write: what it has not written is missing below")
         if restarted:
             with self._serving("restart", local=True) as server:
                 for cell, work in self._cells:
@@ -81,7 +85,7 @@ class Repeat:
         measured = self._pass(server, cell, State.E, work, around)
         if State.E in self._wanted:
             yield measured
-        server.flush()
+        self._unwritten |= not server.flush()
         for state in (State.G, State.W):  # W is what G is, said in a way that other servers can be held to
             if work.probe and state in self._wanted:
                 yield self._pass(server, cell, state, work)
@@ -115,6 +119,7 @@ class Repeat:
                 loaded_bytes=loaded_bytes(after, TIER_OF[state]) - loaded_bytes(before, TIER_OF[state]),
                 resident_bytes=around.resident_bytes,
                 read_bytes=None if read_before is None or read_after is None else read_after - read_before,
+                unwritten=self._unwritten,
             )
         return self._arm.judge.measured(cell, self._repeat, state, work, done, around)
 
@@ -129,8 +134,9 @@ class Repeat:
         """Fill the pool with other prompts. The memory tier keeps them: they are computed once in a process."""
         self._say("flushing the pool")
         if not self._filler:
-            share = FILLER_SHARE * self._room.pool_tokens
-            texts = [self._write.document(share, "filler", self._repeat, i) for i in range(FILLERS)]
+            tokens = FILL_POOL * self._room.pool_tokens
+            count = max(LEAST_FILLERS, ceil(tokens / (LONGEST_FILLER * self._arm.facts.context_tokens)))
+            texts = [self._write.document(tokens / count, "filler", self._repeat, i) for i in range(count)]
             self._filler = tuple(Script((Prompt((message("user", text),), 1),)) for text in texts)
         done = run(server.endpoint, self._filler, loop(self._settings, FILLER, self._repeat))
         self._asked += len(done.samples)

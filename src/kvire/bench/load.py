@@ -71,7 +71,7 @@ def run(endpoint: Endpoint, scripts: Sequence[Script], loop: Loop, extra: Extra 
     starts = loop.starts_s(scripts)
     began, cpu, lock = perf_counter(), _cpu_s(), threading.Lock()
     samples: list[Sample] = []
-    late = 0.0
+    late, stopped = 0.0, threading.Event()
 
     def play(index: int) -> None:
         nonlocal late
@@ -83,11 +83,12 @@ def run(endpoint: Endpoint, scripts: Sequence[Script], loop: Loop, extra: Extra 
             answer = ask(endpoint, prompt.messages, prompt.output_tokens, extra(index, turn) if extra else None)
             with lock:
                 samples.append(Sample(index, turn, prompt, sent, answer))
-            if answer.error is not None:
-                return  # what would follow is another conversation
+            if answer.error is not None or stopped.is_set():
+                return  # after an error, what would follow is another conversation
 
     workers = loop.at_once if starts is None else MOST_AT_ONCE
-    with ThreadPoolExecutor(min(workers, len(scripts))) as threads:
+    threads = ThreadPoolExecutor(min(workers, len(scripts)))
+    try:
         futures = []
         for index in range(len(scripts)):
             if starts is not None:
@@ -95,6 +96,9 @@ def run(endpoint: Endpoint, scripts: Sequence[Script], loop: Loop, extra: Extra 
             futures.append(threads.submit(play, index))
         for future in futures:
             future.result()
+    finally:  # whoever interrupts does not wait for what has not been sent
+        stopped.set()
+        threads.shutdown(wait=False, cancel_futures=True)
     wall = perf_counter() - began
     samples.sort(key=lambda sample: (sample.turn, sample.script))
     return Pass(tuple(samples), wall, (_cpu_s() - cpu) / wall, late)

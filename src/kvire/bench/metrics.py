@@ -69,25 +69,27 @@ def by_repeat(samples: Iterable[Record], name: str) -> dict[int, float]:
     return {repeat: statistics.median(found) for repeat, found in sorted(values.items())}
 
 
-def prefill_tokens_per_s(samples: Sequence[Record], *, one_by_one: bool) -> float | None:
-    """Prompt tokens computed per second until the first token, from requests without reuse; median over repeats.
-
-    one_by_one: requests did not overlap, so their times to the first token add up; else from the first request sent to
-    the last first token.
+def prefill_tokens_per_s(samples: Sequence[Record]) -> float | None:
+    """Prompt tokens computed per second in which some request waited for its first token, from requests without reuse;
+    median over repeats. Time in which none waited does not count, and time in which several did counts once.
     """
     speeds = []
     for repeat in sorted({sample["repeat"] for sample in samples}):
         mine = [s for s in samples if s["repeat"] == repeat and s["error"] is None and s["prompt_tokens"]]
         tokens = sum(s["prompt_tokens"] - (s["cached_tokens"] or 0) for s in mine)
-        seconds = (
-            sum(s["ttft_s"] for s in mine)
-            if one_by_one
-            else max((s["sent_s"] + s["ttft_s"] for s in mine), default=0.0)
-            - min((s["sent_s"] for s in mine), default=0)
-        )
+        seconds = _covered_s((s["sent_s"], s["sent_s"] + s["ttft_s"]) for s in mine)
         if tokens and seconds > 0:
             speeds.append(tokens / seconds)
     return statistics.median(speeds) if speeds else None
+
+
+def _covered_s(spans: Iterable[tuple[float, float]]) -> float:
+    """How long at least one of them lasted."""
+    covered, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        covered += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return covered
 
 
 def _times(good: Sequence[Record]) -> dict[str, Any]:

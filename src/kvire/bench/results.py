@@ -31,7 +31,7 @@ FIELDS: Mapping[str, type] = {
 }
 ARM_FIELDS: Mapping[str, type] = {"name": str, "kind": str, "model": dict, "ideal_by": str}
 ROW_FIELDS: Mapping[str, Any] = {
-    "arm": str, "workload": str, "state": str, "context_tokens": int, "concurrency": int,
+    "arm": str, "workload": str, "state": str, "asked": str, "context_tokens": int, "concurrency": int,
     "rate_per_s": (int, float, type(None)), "proof": dict,
     "passes": list, "samples": list, "summary": dict,
 }  # fmt: skip
@@ -42,7 +42,8 @@ PASS_FIELDS: Mapping[str, Any] = {
     "late_s": (int, float),
 }
 SAMPLE_FIELDS: Mapping[str, Any] = {
-    "repeat": int, "ttft_s": (int, float), "e2e_s": (int, float), "tpot_s": (int, float, type(None)), "gaps_s": list,
+    "repeat": int, "sent_s": (int, float), "ttft_s": (int, float), "e2e_s": (int, float),
+    "tpot_s": (int, float, type(None)), "gaps_s": list,
     "prompt_tokens": (int, type(None)), "cached_tokens": (int, type(None)), "by_tier": (dict, type(None)),
     "ideal_tokens": (int, float), "output_tokens": int, "pieces": int, "server": dict, "error": (str, type(None)),
 }  # fmt: skip
@@ -125,6 +126,7 @@ def _row(
         "model": described["model"]["name"],
         "workload": first.cell.workload,
         "state": str(first.state if proved else State.UNPROVED),
+        "asked": str(first.state),
         "context_tokens": first.cell.context_tokens,
         "concurrency": first.cell.at_once,
         "rate_per_s": settings.rate_per_s,
@@ -182,7 +184,7 @@ def _counterpart(one: Measured, sample: Sample, oracle: Mapping[tuple[Cell, int]
 
 def first_difference(one: Sequence[str], other: Sequence[str]) -> int | None:
     """Index of the first piece, which is a token that shows, in which two answers differ; None if they are the same."""
-    if tuple(one) == tuple(other):
+    if "".join(one) == "".join(other):  # servers that send several tokens in a piece do not always cut alike
         return None
     shorter = min(len(one), len(other))
     return next((i for i in range(shorter) if one[i] != other[i]), shorter)
@@ -195,8 +197,7 @@ def _set_beside(row: Row, rows: Sequence[Row], described: Mapping[str, Any]) -> 
     baseline = next((other for other in same if other["state"] == State.Z), None)
     if baseline is None:
         return
-    one_by_one = row["concurrency"] == 1 and row["rate_per_s"] is None
-    prefill = prefill_tokens_per_s(baseline["samples"], one_by_one=one_by_one)
+    prefill = prefill_tokens_per_s(baseline["samples"])
     kv_bytes = described["model"].get("kv_bytes_per_token")
     row["summary"]["baseline"] = {
         "ttft_s": baseline["summary"].get("ttft_s"),

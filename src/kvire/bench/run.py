@@ -51,8 +51,9 @@ def measure(
 
 def plain(settings: Settings) -> dict[str, object]:
     """Settings for JSON: what was asked for, seeds and limits of goodput among it."""
-    return {**asdict(settings), "states": [str(state) for state in settings.states], "trace": _name(settings)}
-
-
-def _name(settings: Settings) -> str | None:
-    return settings.trace.name if settings.trace is not None else None
+    return {
+        **asdict(settings),
+        "states": [str(state) for state in settings.states],
+        "trace": settings.trace.name if settings.trace is not None else None,
+        "trace_sha256": settings.trace_digest(),
+    }

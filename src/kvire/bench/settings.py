@@ -7,7 +7,7 @@ from pathlib import Path
 from kvire.bench.metrics import Slo
 from kvire.bench.prompts import Writer
 from kvire.bench.states import State
-from kvire.bench.traces import TraceScale, read_trace, trace_work
+from kvire.bench.traces import TraceScale, digest, read, trace_work
 from kvire.bench.workloads import SHORT, SHORT_TOKENS, Size, Work, maker
 from kvire.core.errors import ConfigError
 
@@ -62,7 +62,8 @@ class Settings:
         if self.trace is not None:
             if not (0 < self.trace_scale.lengths <= 1 and self.trace_scale.speed > 0):
                 raise ConfigError("--scale lies between 0 and 1, and --speed above 0")
-            read_trace(self.trace, 1)
+            _at_least("--requests", 1, self.trace_scale.requests)
+            read(self.trace)
 
     def cells(self) -> Iterator[Cell]:
         """Every workload at every size."""
@@ -79,9 +80,13 @@ class Settings:
         size = Size(cell.context_tokens, self.scripts, cell.at_once, self.output_tokens)
         if cell.workload == TRACE:
             assert self.trace is not None
-            records = read_trace(self.trace, self.trace_scale.requests)
-            return trace_work(records, self.trace_scale, Writer(write.scale, write.seed + repeat, write.nonce), size)
+            again = Writer(write.scale, write.seed + repeat, write.nonce)
+            return trace_work(read(self.trace), self.trace_scale, again, size)
         return maker(cell.workload)(write, size, f"{cell}/{repeat}")
+
+    def trace_digest(self) -> str | None:
+        """Which requests are replayed; None without a trace."""
+        return None if self.trace is None else digest(read(self.trace), self.trace_scale)
 
     def states_of(self, work: Work) -> tuple[State, ...]:
         """Those that a work has: without a probe nothing is to be found anywhere."""

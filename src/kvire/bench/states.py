@@ -12,7 +12,7 @@ A state is named only if what the answers and counters say cannot be otherwise. 
 was seen (`Seen`); `run.py` collects it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -74,7 +74,7 @@ class Around:
     own_process: all that the process was ever asked came from this run, and shares nothing with the pass.
     stored_blocks: in all tiers of its store when it started. loaded_bytes: that the store's counters say were read from
     the state's tier. resident_bytes: of the store's segments in the page cache before the pass. read_bytes:
-    from storage during the pass, by the kernel's count.
+    from storage during the pass, by the kernel's count. unwritten: whether blocks of a fill still waited to be written.
     """
 
     own_process: bool | None = None
@@ -82,6 +82,7 @@ class Around:
     loaded_bytes: float | None = None
     resident_bytes: int | None = None
     read_bytes: int | None = None
+    unwritten: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def prove(state: State, requests: Sequence[SeenRequest], around: Around, slack_t
     if state is State.E:
         return _joined(_only_inside(requests, slack_tokens), _empty(around))
     if state is State.W:
-        return _warm(requests)
+        return _warm(requests, slack_tokens)
     return _in_tier(state, requests, around, slack_tokens)
 
 
@@ -168,11 +169,21 @@ def _empty(around: Around) -> Proof:
     return Proof(() if doubts else ("the process and its store began empty",), tuple(doubts))
 
 
-def _warm(requests: Sequence[SeenRequest]) -> Proof:
+def _warm(requests: Sequence[SeenRequest], slack_tokens: int) -> Proof:
     expected = sum(r.stored for r in requests)
     reused = sum(r.reused or 0 for r in requests)
     said = f"{reused} prompt tokens reused of {expected:.0f} that the fill had"
-    return Proof((said,), ()) if expected and reused >= ENOUGH * expected else Proof((), (said,))
+    doubts = [] if expected and reused >= ENOUGH * expected else [said]
+    return Proof((said,), (*doubts, *_missed(requests, slack_tokens)))
+
+
+def _missed(requests: Sequence[SeenRequest], slack_tokens: int) -> Iterator[str]:
+    """A request that met little of the fill: others of the pass may have met what it brought, and not the fill's."""
+    for request in requests:
+        stored = request.stored - slack_tokens
+        if (request.reused or 0) < MOST * stored:
+            yield f"of {stored:.0f} prompt tokens that the fill had, one request reused {request.reused}"
+            return
 
 
 def _from_device(requests: Sequence[SeenRequest], slack_tokens: int) -> Proof:
@@ -182,23 +193,24 @@ def _from_device(requests: Sequence[SeenRequest], slack_tokens: int) -> Proof:
     said = f"{given} prompt tokens from the pool, of {expected:.0f} that the fill had left there"
     elsewhere = sum(r.reused or 0 for r in requests) - given
     doubts = [f"{elsewhere} prompt tokens came from other tiers"] if elsewhere else []
-    if not given or given < ENOUGH * expected:
+    if not expected or given < ENOUGH * expected:
         doubts.append(said)
-    return Proof((said,), tuple(doubts))
+    return Proof((said,), (*doubts, *_missed(requests, slack_tokens)))
 
 
 def _from_tier(tier: str, requests: Sequence[SeenRequest], slack_tokens: int) -> Proof:
     """The tier gave most of what only it had; others gave no more than requests of the pass had brought there."""
-    asked = [request for request in requests if not request.slower]
-    given, expected = _given(tier, requests), sum(max(0.0, r.stored - r.earlier - slack_tokens) for r in asked)
+    given, expected = _given(tier, requests), sum(max(0.0, r.stored - r.earlier - slack_tokens) for r in requests)
     said = f"{given} prompt tokens from the {tier} tier, of {expected:.0f} that only it had"
-    doubts = [said] if not given or given < MOST * expected else []
+    doubts = [said] if not expected or given < MOST * expected else []
     for request in requests:
         elsewhere = (request.reused or 0) - _given(tier, [request])
         if elsewhere > request.inside + slack_tokens:
             doubts.append(f"{elsewhere} of {request.prompt} prompt tokens came from elsewhere than the {tier} tier")
             break
-    for request in asked:
+    for request in requests:
+        if request.slower:  # counted above, as nothing given
+            continue
         alone = request.stored - request.inside - slack_tokens  # nobody else in the pass could have brought these
         if _given(tier, [request]) < MOST * alone:
             doubts.append(f"of {alone:.0f} prompt tokens, the {tier} tier gave {_given(tier, [request])}")
@@ -211,7 +223,9 @@ def _given(tier: str, requests: Sequence[SeenRequest]) -> int:
 
 
 def _read(around: Around, tier: str) -> Proof:
-    """The store's counters agree."""
+    """The store's counters agree, and it had had time to write."""
+    if around.unwritten:
+        return Proof((), ("blocks of the fill still waited to be written",))
     if not around.loaded_bytes:
         return Proof((), (f"the store's counters know of no byte read from the {tier} tier",))
     return Proof((f"{around.loaded_bytes / 1e6:.1f} MB read by the store's counters",), ())

@@ -41,7 +41,7 @@ def run(
     from kvire.bench.html import page  # noqa: PLC0415  (--help must not wait for any of these)
     from kvire.bench.results import write  # noqa: PLC0415
     from kvire.bench.run import measure  # noqa: PLC0415
-    from kvire.cli.bench_arms import arms_of, check_outputs, settings_of  # noqa: PLC0415
+    from kvire.cli.bench_arms import arms_of, check_outputs, settings_of, without_secrets  # noqa: PLC0415
     from kvire.cli.bench_table import print_report  # noqa: PLC0415
 
     check_outputs(*written.values())
@@ -49,7 +49,7 @@ def run(
     arms = arms_of(asked, settings)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers that were started end as well
     with _Steps() as steps:
-        report = measure(arms, settings, steps, command=["kvire", *sys.argv[1:]])
+        report = measure(arms, settings, steps, command=["kvire", *without_secrets(sys.argv[1:])])
     if written["json_file"] is not None:
         write(report, written["json_file"])
     if written["html_file"] is not None:

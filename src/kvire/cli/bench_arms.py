@@ -1,8 +1,9 @@
 """From the options of `kvire bench` to what is measured, and on which servers."""
 
 import json
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from kvire.core.errors import ConfigError
 from kvire.store.place import default_store
 
 LETTERS = "ABCDEFGH"  # names of arms
+KEY = "--api-key"
+SECRET_IN_URL = re.compile(r"(?<=://)[^\s/@]*@")
 Given = Mapping[str, Any]
 
 
@@ -63,6 +66,15 @@ def arms_of(given: Given, settings: Settings) -> dict[str, Arm]:
     return dict(zip(LETTERS, arms, strict=False))
 
 
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """A command line for a report that others may read: without keys, and names and passwords in addresses."""
+    told = []
+    for before, word in zip(("", *words), words, strict=False):
+        hidden = "..." if before == KEY else f"{KEY}=..." if word.startswith(f"{KEY}=") else word
+        told.append(SECRET_IN_URL.sub("...@", hidden))
+    return told
+
+
 def check_outputs(*paths: Path | None) -> None:
     """Say before ten minutes of measuring, not after, that a file cannot be written."""
     for path in paths:
@@ -74,7 +86,7 @@ def _second(given: Given, settings: Settings, others: int) -> Arm:
     if others > 1:
         raise ConfigError("--against needs one arm to compare with: name one model and one store")
     against = given["against"]
-    if against == given["url"]:
+    if given["url"] is not None and against.rstrip("/") == given["url"].rstrip("/"):
         raise ConfigError("--against is the same server as --url: it would meet its own KV, and nothing would be cold")
     if against.startswith(("http://", "https://")):
         return _foreign(given, against, settings)

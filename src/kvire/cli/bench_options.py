@@ -41,7 +41,7 @@ ASKED: dict[str, tuple[Any, Any]] = {
     "trace": (
         _option(
             Path | None,
-            "Replay arrivals and lengths of a trace: Mooncake JSONL, Claude Code JSON, Azure CSV.",
+            "Replay arrivals and lengths of a trace: one that `kvire replay` reads, or Azure's CSV.",
             _WHAT,
             show_default=False,
         ),
@@ -79,7 +79,7 @@ ASKED: dict[str, tuple[Any, Any]] = {
     "speed": (_option(float, "How much faster a trace's requests arrive.", _LOAD), 1.0),
     "requests": (_option(int, "How many requests of a trace.", _LOAD), 50),
     "slo": (_option(str, "What a request must meet to count for goodput, in seconds.", _LOAD), "ttft=1,tpot=0.1"),
-    "timeout": (_option(float, "Seconds that one request may take.", _LOAD), 600.0),
+    "timeout": (_option(float, "Seconds that one request may take.", _LOAD, min=0.1), 600.0),
     "url": (
         _option(
             str | None,

@@ -67,6 +67,10 @@ def plan(
         raise ConfigError("say which model: kvire plan MODEL; kvire plan --cards lists those known here")
     if check is not None and picture is not None:
         raise ConfigError("--check draws no picture: leave out one of the two options")
+    if picture is not None:
+        from kvire.report.charts import picture_kind  # noqa: PLC0415  (--help must not wait for it)
+
+        picture_kind(picture)
     planned = _plan(name, model, machine, reuse, use, money, calibrate=calibrate)
     if check is not None:
         _check(planned, check, out, as_json=as_json)

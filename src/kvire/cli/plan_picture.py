@@ -1,52 +1,37 @@
 """A plan as a picture: KV against context, beside the weights and the memory."""
 
 from pathlib import Path
-from typing import Any
 
-from kvire.core.errors import ConfigError
 from kvire.plan.plan import Plan
+from kvire.report import charts
 
-FORMATS = (".svg", ".png")
 USERS = (1, 10, 100)
 GIB = 1 << 30
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Write `path`. Raises ConfigError for another ending, without matplotlib, or where the file cannot be written."""
-    if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"a picture ends in {' or '.join(FORMATS)}, not {path.suffix!r}")
-    try:
-        import matplotlib as mpl  # noqa: PLC0415  (slow, and seldom needed)
-    except ImportError as error:
-        raise ConfigError("pictures need matplotlib: pip install matplotlib") from error
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    _lines(plan, axes)
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="context, tokens",
-        ylabel="GiB",
-        title=f"KV of {plan.title}, {plan.storage.dtype}",
+    """Write `path`. Raises ConfigError for another ending, or where the file cannot be written."""
+    labels = charts.Labels(
+        f"KV of {plan.title}, {plan.storage.dtype}",
+        "memory that the KV takes against the length of the context, by number of users",
+        "context, tokens",
+        "GiB",
     )
-    axes.grid(visible=True, which="major", alpha=0.3)
-    axes.legend(loc="upper left")
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
-    finally:
-        plt.close(figure)
-
-
-def _lines(plan: Plan, axes: Any) -> None:
-    end = plan.shape.context_tokens or 131072
-    contexts = [1 << power for power in range(8, end.bit_length())] + [end]
-    for count in sorted({*USERS, plan.use.users}):
-        sizes = [count * plan.shape.sequence_bytes(tokens, plan.storage) / GIB for tokens in contexts]
-        axes.plot(contexts, sizes, label=f"{count} user{'s' if count > 1 else ''}")
-    axes.axhline(plan.weights_bytes / GIB, color="black", linestyle="--", label="weights")
+    levels = [("weights", plan.weights_bytes / GIB)]
     if plan.memory is not None:
-        axes.axhline(plan.memory.total_bytes / GIB, color="red", linestyle=":", label="memory")
+        levels.append(("memory", plan.memory.total_bytes / GIB))
+    figure = charts.draw_lines(_curves(plan), labels, log_x=True, log_y=True, levels=levels)
+    charts.save(figure, labels, path)
+
+
+def _curves(plan: Plan) -> list[charts.Series]:
+    end = plan.shape.context_tokens or 131072
+    contexts = [*(1 << power for power in range(8, end.bit_length()) if 1 << power < end), end]
+    return [
+        charts.Series(
+            f"{count} user{'s' if count > 1 else ''}",
+            y=[count * plan.shape.sequence_bytes(tokens, plan.storage) / GIB for tokens in contexts],
+            x=contexts,
+        )
+        for count in sorted({*USERS, plan.use.users})
+    ]

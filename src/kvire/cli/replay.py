@@ -82,19 +82,27 @@ def replay(
     from kvire.replay.formats import read_trace  # noqa: PLC0415
     from kvire.replay.policies import DEFAULT_POLICIES, POLICIES  # noqa: PLC0415
     from kvire.replay.report import build, build_tiers  # noqa: PLC0415
+    from kvire.report.charts import picture_kind  # noqa: PLC0415
 
     if tier and (policy or capacity or picture):
         raise ConfigError("--tier replays the store as it is: leave out --policy, --capacity and --picture")
+    if picture is not None:
+        picture_kind(picture)
     with late_progress() as report:
         trace = read_trace(path, report)
         trace = trace if half is None else trace.halves()[half - 1]
         trace = trace.coarse(coarse) if coarse > 1 else trace
         trace = trace.spread() if spread else trace
+        if not trace.working_set_tokens:
+            raise ConfigError(
+                f"no prompt that is left fills a block of {trace.block_tokens} tokens: there is nothing to hit. "
+                "Replay a longer trace, or leave out --half and --coarse"
+            )
         token_bytes = _token_bytes(model, bytes_per_token)
         if tier:
             values = build_tiers(trace, _tiers(tier, trace, token_bytes), spread=spread, report=report)
         else:
-            names = list(POLICIES) if policy == ["all"] else list(dict.fromkeys(policy or DEFAULT_POLICIES))
+            names = list(POLICIES) if "all" in (policy or ()) else list(dict.fromkeys(policy or DEFAULT_POLICIES))
             sizes = {_size(text, trace, token_bytes) for text in capacity or DEFAULT_CAPACITIES}
             values = build(trace, names, sorted(sizes, key=lambda size: size.tokens), spread=spread, report=report)
     if picture is not None:
@@ -133,7 +141,7 @@ def _size(text: str, trace: "Trace", token_bytes: int | None) -> "Size":
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)\s*(%?)\s*", text.lower())
     if match is None:
         size_bytes = parse_size(text, "--capacity")
-        if token_bytes is None:
+        if not token_bytes:
             raise ConfigError(f"how many tokens are {text}? add --model MODEL or --bytes-per-token N")
         return Size(size_bytes // token_bytes, size_bytes)
     number, unit, percent = match.groups()

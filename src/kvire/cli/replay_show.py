@@ -6,10 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvire.core.errors import ConfigError
 from kvire.core.memory import format_size
-
-FORMATS = (".svg", ".png")
+from kvire.report import charts
 
 
 def show(values: dict[str, Any], out: Console) -> None:
@@ -75,30 +73,22 @@ def tokens(count: float) -> str:
 
 
 def draw(values: dict[str, Any], path: Path) -> None:
-    """Write the curves to `path`. Raises ConfigError for another ending, without matplotlib, or if it cannot be
-    written.
-    """
-    if path.suffix not in FORMATS:
-        raise ConfigError(f"a picture ends in {' or '.join(FORMATS)}, not {path.suffix!r}")
-    try:
-        import matplotlib as mpl  # noqa: PLC0415  (slow, and seldom needed)
-    except ImportError as error:
-        raise ConfigError("pictures need matplotlib: pip install matplotlib") from error
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for curve in values["curves"]:
-        sizes = [point["capacity_tokens"] for point in curve["points"]]
-        axes.plot(sizes, [point["hit_rate"] for point in curve["points"]], marker="o", label=curve["policy"])
-    axes.axhline(values["ideal_hit_rate"], color="black", linestyle="--", label="room for everything")
-    axes.set(xscale="log", ylim=(0, 1), xlabel="capacity, tokens", ylabel="share of prompt tokens that hit")
-    axes.set_title(values["trace"]["name"])
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend(loc="best")
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
-    finally:
-        plt.close(figure)
+    """Write the curves to `path`. Raises ConfigError for another ending, or if it cannot be written."""
+    labels = charts.Labels(
+        values["trace"]["name"],
+        "share of prompt tokens that hit against the capacity of the cache, by policy",
+        "capacity, tokens",
+        "share of prompt tokens that hit",
+    )
+    curves = [
+        charts.Series(
+            curve["policy"],
+            y=[point["hit_rate"] for point in curve["points"]],
+            x=[point["capacity_tokens"] for point in curve["points"]],
+        )
+        for curve in values["curves"]
+    ]
+    levels = [("room for everything", values["ideal_hit_rate"])]
+    figure = charts.draw_lines(curves, labels, log_x=True, levels=levels)
+    figure.axes[0].set_ylim(0, 1)
+    charts.save(figure, labels, path)

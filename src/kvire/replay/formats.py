@@ -81,7 +81,7 @@ def _read_file(path: Path, skipped: _Skipped) -> tuple[str, list[_Raw]]:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is no text: a trace is JSONL, or JSON of one session") from error
-    first = next((line for line in text.splitlines() if line.strip()), "")
+    first = next((line for line in text.split("\n") if line.strip()), "")
     if "," in first and not first.lstrip().startswith("{"):
         raise ConfigError(
             f"{path} is a table without block hashes (Azure's traces are): it says how long prompts were, not what "
@@ -89,7 +89,7 @@ def _read_file(path: Path, skipped: _Skipped) -> tuple[str, list[_Raw]]:
         )
     if (session := _session(text)) is not None:
         return "kv-cache-tester", list(_session_requests(path, session, skipped))
-    kind = "mooncake" if '"hash_ids"' in first else "kvire"
+    kind = "mooncake" if '"hash_ids"' in text else "kvire"
     return kind, list(_lines(path, text, kind, skipped))
 
 
@@ -97,7 +97,7 @@ def _session(text: str) -> Mapping[str, Any] | None:
     """One JSON object that lists requests, else None."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and isinstance(value.get("requests"), list) else None
 
@@ -123,12 +123,12 @@ def _session_requests(path: Path, session: Mapping[str, Any], skipped: _Skipped)
 
 
 def _lines(path: Path, text: str, kind: str, skipped: _Skipped) -> Iterator[_Raw]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             skipped.add(f"{path.name} line {number}", "not JSON")
             continue
         try:
@@ -150,7 +150,7 @@ def _own(entry: Any) -> _Raw:
         raise _LineError("block_tokens must be a whole number above 0")
     session = entry.get("session", "")
     raw = _raw(entry, "t", "tokens" if "tokens" in entry else "input_tokens", "output_tokens", "blocks", size, "")
-    return raw._replace(scope=f"{session}") if isinstance(session, str) else raw
+    return raw._replace(scope=f"{session}") if isinstance(session, int | str) else raw
 
 
 def _raw(entry: Any, time: str, tokens: str, answer: str, ids: str, block_tokens: int, scope: str) -> _Raw:

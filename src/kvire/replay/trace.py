@@ -54,7 +54,7 @@ class Trace:
 
     def part(self, requests: Sequence[Request]) -> "Trace":
         """The same blocks, other requests."""
-        return Trace(self.name, self.format, self.block_tokens, list(requests), self.parents, self.depths)
+        return Trace(self.name, self.format, self.block_tokens, list(requests), self.parents, self.depths, self.skipped)
 
     def halves(self) -> tuple["Trace", "Trace"]:
         """Every second session, or where sessions are unknown the first and the second half of the requests."""

@@ -72,10 +72,7 @@ def bars(
 
 def save(figure: "Figure", labels: Labels, path: Path) -> None:
     """Write what draw_lines or draw_bars made as `.svg` or `.png`. Raises ConfigError."""
-    kind = path.suffix.lower()
-    if kind not in {".svg", ".png"}:
-        raise ConfigError(f"a picture is a .svg or a .png file, got {path.name}")
-    if kind == ".png":
+    if picture_kind(path) == ".png":
         buffer = BytesIO()
         figure.savefig(buffer, format="png", dpi=160, facecolor=PAPER)
         data = buffer.getvalue()
@@ -88,6 +85,14 @@ def save(figure: "Figure", labels: Labels, path: Path) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}; name a file in a folder that exists") from error
 
 
+def picture_kind(path: Path) -> str:
+    """`.svg` or `.png`. Raises ConfigError for another ending: ask before long work."""
+    kind = path.suffix.lower()
+    if kind not in {".svg", ".png"}:
+        raise ConfigError(f"a picture is a .svg or a .png file, got {path.name}")
+    return kind
+
+
 def draw_lines(
     series: Sequence[Series],
     labels: Labels,
@@ -98,8 +103,17 @@ def draw_lines(
 ) -> "Figure":
     """The matplotlib figure behind `lines`, for `save`."""
     with _figure(labels) as (figure, axes):
-        for one, colour, marker in zip(series, _cycle(COLOURS), _cycle(MARKERS), strict=False):
-            axes.plot(one.x, _gaps(one.y), label=one.label, color=colour, marker=marker, markersize=4, linewidth=1.8)
+        for i, (one, colour, marker) in enumerate(zip(series, _cycle(COLOURS), _cycle(MARKERS), strict=False)):
+            axes.plot(
+                one.x,
+                _gaps(one.y),
+                label=one.label,
+                color=colour,
+                marker=marker,
+                markersize=4,
+                linewidth=1.8,
+                linestyle="-" if i < len(COLOURS) else "-.",
+            )
             if one.low and one.high:
                 axes.fill_between(one.x, _gaps(one.low), _gaps(one.high), color=colour, alpha=0.18, linewidth=0)
         for (label, y), colour in zip(levels, _cycle(tuple(reversed(COLOURS))), strict=False):

@@ -35,7 +35,6 @@ from kvire.store.files import Files
 from kvire.store.tier import Buffer, Entry, ReadOutcome, TierKind, TierStats
 
 TAG_BYTES = 16
-ONE_GO_S = 1.0  # what was used so lately counts as used now: not each block of a prompt costs a step per block before
 AT_ONCE = 32  # blocks changed in one transaction: what a small journal takes, and others do not wait for
 KEPT_WHEN_CLEARED = ("settings", "written", "namespaces")
 
@@ -73,7 +72,7 @@ class DiskTier:
         self._access = DiskAccess(Path(path), capacity_bytes, files or Files(), wall, elapsed)
         self._reader = DiskReader(self._access, self._evicted)
         self._prefetcher = Prefetcher(self._access)
-        self._writer = DiskWriter(self._evicted, writes_per_day_bytes, elapsed)
+        self._writer = DiskWriter(self._evicted, self._used, writes_per_day_bytes, elapsed)
         self._upkeep = Upkeep(self._access, self._touches, self._writer, self._evicted)
         self._stats = TierStats(limit_bytes=capacity_bytes)
         self._lock = threading.Lock()
@@ -119,7 +118,6 @@ class DiskTier:
         slot_bytes = slot_bytes_for(len(frame))
         try:
             with self._access.writes() as folder:
-                self._touch_above(folder, BlockId(record.parent, record.id.group))
                 self._touches.flush(folder)
                 head = Head(
                     record.id.key, record.id.group, record.parent, record.root, tenant_tag, record.content,
@@ -138,10 +136,10 @@ class DiskTier:
             self._stats.written_bytes += len(frame)
         return True
 
-    def _touch_above(self, folder: DiskFolder, parent: BlockId) -> None:
-        """To write below a block is a use of all that come before: they must not make room for what continues them."""
-        now = self._access.now()
-        self._touches.add(folder.index.unused_above(parent, now - ONE_GO_S), now)
+    def _used(self, folder: DiskFolder, ids: Sequence[BlockId], now: float) -> None:
+        """Note it down before anything else makes room."""
+        self._touches.add(ids, now)
+        self._touches.flush(folder)
 
     def touch(self, ids: Sequence[BlockId]) -> None:
         """See Tier. Written down within a second; a crash before that loses it."""

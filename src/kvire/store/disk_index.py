@@ -201,17 +201,22 @@ class DiskIndex:
                     found[block_id] = Place(*place)
         return found
 
-    def unused_above(self, block_id: BlockId, before: float) -> list[BlockId]:
-        """The block and all that come before it in its prompt, first one first, as far as unused since `before`."""
+    def unused_above(self, key: BlockKey, before: float, now: float) -> list[BlockId]:
+        """The block and all that come before it in its prompt, of all groups, first one first, as far as unused since
+        `before`. What has expired stays so.
+        """
         rows = self.query(
             "WITH RECURSIVE above (key, parent, nth) AS ("
-            "SELECT key, parent, 0 FROM blocks WHERE key = ?1 AND grp = ?2 AND used < ?3 UNION "
-            "SELECT b.key, b.parent, nth + 1 FROM above JOIN blocks b ON b.key = above.parent AND grp = ?2 "
-            f"WHERE used < ?3 LIMIT {MOST_ABOVE}) SELECT key FROM above ORDER BY nth DESC",
-            *block_id,
+            "SELECT key, parent, 0 FROM blocks WHERE key = ?1 AND used < ?2 UNION "
+            "SELECT b.key, b.parent, nth + 1 FROM above JOIN blocks b ON b.key = above.parent "
+            f"WHERE b.used < ?2 LIMIT {MOST_ABOVE}) "
+            "SELECT b.key, b.grp FROM above JOIN blocks b ON b.key = above.key "
+            "WHERE b.expires IS NULL OR b.expires > ?3 OR b.pinned ORDER BY nth DESC",
+            key,
             before,
+            now,
         )
-        return [BlockId(BlockKey(key), block_id.group) for (key,) in rows]
+        return [BlockId(BlockKey(key), group) for key, group in rows]
 
     def warm(self) -> None:
         """Read what lookups read, so that the first ones need not wait for the disk."""

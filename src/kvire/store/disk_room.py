@@ -5,10 +5,10 @@ made, and it leaves the index after its file. What all segments, the largest ind
 at most the limit.
 
 Eviction takes the block unused longest, the later one in its sequence first: a block that is written takes over its
-parent's time, which was brought up to now before, and those touched together get one time, so no parent goes before its
-child. A prompt that fills the tier keeps its beginning. With several tenants it
-takes from those who have more than an equal share. A size of slots that finds no room takes whole segments from
-another size, if those were not used since the oldest block of its own.
+parent's time, which was brought up to now before if it was old or its turn has come (disk_writer.py), and those touched
+together get one time, so no parent goes before its child. A prompt that fills the tier keeps its beginning. With
+several tenants it takes from those who have more than an equal share. A size of slots that finds no room takes whole
+segments from another size, if those were not used since the oldest block of its own.
 """
 # ruff: noqa: S608 - nothing but numbers and names of ours is put into a statement's text
 
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvire.core.record import BlockId
+from kvire.core.keys import BlockKey
 from kvire.store.disk_index import (
     BASE_INDEX_BYTES,
     GONE,
@@ -97,7 +97,7 @@ class Slot:
 @dataclass(frozen=True, slots=True)
 class _Victim:
     slot: int
-    id: BlockId
+    key: BlockKey
     used: float
     tenant: bytes
     reason: str
@@ -128,11 +128,11 @@ class Room:
         self.wipe = wipe
 
     def claim(  # noqa: PLR0911  (each is another outcome)
-        self, slot_bytes: int, tenant: bytes, now: float, parent: BlockId
+        self, slot_bytes: int, tenant: bytes, now: float, parent: BlockKey
     ) -> int | Segment | str:
         """A slot, now the caller's; or a segment whose file the caller has to make before it asks again; or why not.
 
-        parent: of the block that is to be written; it does not go for it (OWN_PROMPT).
+        parent: of the block that is to be written; it does not go for it, in whatever group (OWN_PROMPT).
         """
         if taken_bytes(self._capacity(), slot_bytes, 1, 1) > self._capacity():
             return "full"
@@ -143,7 +143,7 @@ class Room:
         while (oldest := self._oldest(slot_bytes, tenant)) is not None:
             if self._convert(slot_bytes, tenant, before=oldest.used):
                 break
-            if oldest.id == parent:
+            if oldest.key == parent:
                 return OWN_PROMPT
             self.run("DELETE FROM blocks WHERE slot = ?", oldest.slot)
             self.evicted.add(oldest.reason, oldest.tenant)
@@ -177,8 +177,8 @@ class Room:
     def enter(self, slot: int, slot_bytes: int, head: Head, used: float, *, pinned: bool = False) -> None:
         """A slot that is nobody's holds a block that has no other."""
         expires = None if head.ttl_s is None else used + head.ttl_s
-        parent = self.run("SELECT used FROM blocks WHERE key = ? AND grp = ?", head.parent, head.group)
-        used = min(used, parent[0][0]) if parent else used
+        [(parent_used,)] = self.run("SELECT min(used) FROM blocks WHERE key = ?", head.parent)
+        used = used if parent_used is None else min(used, parent_used)
         self.run(
             "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             slot, slot_bytes, head.key, head.group, head.parent, head.root, head.tenant_tag, head.index,
@@ -265,13 +265,13 @@ class Room:
         alone = all(tag == tenant for tag, _ in rows)
         for tag in self._over_share(rows, tenant):
             found = self.run(
-                "SELECT slot, key, grp, used FROM blocks WHERE slot_bytes = ? AND tenant = ? AND pinned = 0 "
+                "SELECT slot, key, used FROM blocks WHERE slot_bytes = ? AND tenant = ? AND pinned = 0 "
                 "ORDER BY used, place DESC LIMIT 1",
                 slot_bytes, tag,
             )  # fmt: skip
             if found:
-                slot, key, group, used = found[0]
-                return _Victim(slot, BlockId(key, group), used, tag, "room" if alone else "quota")
+                slot, key, used = found[0]
+                return _Victim(slot, BlockKey(key), used, tag, "room" if alone else "quota")
         return None
 
     @staticmethod

@@ -13,30 +13,26 @@ MOST_CUT_OFF = 1024  # blocks without room that are remembered
 
 
 class CutOff:
-    """Blocks that lately found no room because their own prompt fills the tier. What follows one of them is cut off as
-    well: the end of a prompt is of no use without its beginning.
+    """Keys of blocks that lately found no room because their own prompt fills the tier. What follows one of them, in
+    any group, is cut off as well: the end of a prompt is of no use without its beginning.
     """
 
     def __init__(self) -> None:
-        self._ids: OrderedDict[BlockId, None] = OrderedDict()
+        self._keys: OrderedDict[BlockKey, None] = OrderedDict()
 
-    def __contains__(self, block_id: BlockId) -> bool:
-        return block_id in self._ids
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._keys
 
-    def add(self, block_id: BlockId) -> None:
+    def add(self, key: BlockKey) -> None:
         """A block found no room."""
-        self._ids[block_id] = None
-        if len(self._ids) > MOST_CUT_OFF:
-            self._ids.popitem(last=False)
+        self._keys.pop(key, None)
+        self._keys[key] = None
+        if len(self._keys) > MOST_CUT_OFF:
+            self._keys.popitem(last=False)
 
-    def discard(self, block_id: BlockId) -> None:
+    def discard(self, key: BlockKey) -> None:
         """It found some."""
-        self._ids.pop(block_id, None)
-
-
-def parent_of(record: BlockRecord) -> BlockId:
-    """Of the same group."""
-    return BlockId(record.parent, record.id.group)
+        self._keys.pop(key, None)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,14 +79,15 @@ class TenantUse:
 class EvictionOrder:
     """Slots by tenant in the order in which they would go. Not thread-safe.
 
-    A parent was used whenever a child was: its stamp is raised when one is written, and when it comes up before one. A
-    single tenant gets all there is; several get equal shares when they compete.
+    A parent was used whenever a child was, of any group: its stamp is raised when it comes up before one. A single
+    tenant gets all there is; several get equal shares when they compete.
     """
 
     def __init__(self) -> None:
         self.index: dict[BlockId, Slot] = {}
         self.children: dict[BlockKey, dict[BlockId, None]] = {}  # by parent, oldest first
         self.tenants: dict[bytes, TenantUse] = {}
+        self._groups: set[int] = set()  # that were ever here
         self._stamp = 0
         self._ties = 0
         self.cut_off = CutOff()
@@ -105,9 +102,10 @@ class EvictionOrder:
         use = self.tenants.setdefault(slot.tenant_tag, TenantUse())
         use.used_bytes += slot.taken_bytes
         use.blocks += 1
-        slot.stamp, slot.indexed = self._stamp_below(parent_of(slot.record)), True
+        slot.stamp, slot.indexed = self._next_stamp(), True
         self.index[slot.record.id] = slot
-        self.cut_off.discard(slot.record.id)
+        self._groups.add(slot.record.id.group)
+        self.cut_off.discard(slot.record.id.key)
         self.children.setdefault(slot.record.parent, {})[slot.record.id] = None
         self.queue(slot)
 
@@ -116,7 +114,6 @@ class EvictionOrder:
         stamp = self._next_stamp()
         for slot in slots:
             slot.stamp = stamp
-        self._next_stamp()  # what is written below one of them from now on is newer
 
     def remove(self, slot: Slot) -> None:
         """A block went."""
@@ -150,11 +147,10 @@ class EvictionOrder:
         share loses anything to somebody above it. The caller removes them, or queues them again.
         """
         victims: list[Slot] = []
-        parent = parent_of(written)
-        if parent in self.cut_off:
-            self.cut_off.add(written.id)
+        if written.parent in self.cut_off:
+            self.cut_off.add(written.id.key)
             return []
-        self._stamp_below(parent)
+        self._use(written.parent)
         own = self.tenants.get(tenant_tag)
         own_bytes = own.used_bytes if own else 0
         used = {tag: use.used_bytes for tag, use in self.tenants.items() if use.used_bytes >= own_bytes}
@@ -164,8 +160,8 @@ class EvictionOrder:
                 del used[largest]
                 continue
             victims.append(slot)
-            if slot.record.id == parent:
-                self.cut_off.add(written.id)
+            if slot.record.id.key == written.parent:
+                self.cut_off.add(written.id.key)
                 break
             used[largest] -= slot.taken_bytes
             missing_bytes -= slot.taken_bytes
@@ -185,9 +181,7 @@ class EvictionOrder:
                 continue
             below = self.children.get(slot.record.id.key)
             children = [self.index[block_id] for block_id in below] if below else []
-            for child in children:
-                if child.queued and child.stamp > slot.stamp:
-                    slot.stamp = child.stamp
+            self._raise(slot)
             if slot.stamp > stamp:
                 self.queue(slot)
             elif slot.readers or any(child.queued or child.pinned or child.readers for child in children):
@@ -197,18 +191,28 @@ class EvictionOrder:
         self._queue_all(aside)
         return found
 
-    def _stamp_below(self, parent: BlockId) -> int:
-        """For a block that is written below `parent`: a use of all that comes before it. A prompt that is written in
-        one go gets one stamp, so that this costs a step per block and not one per block and ancestor.
-        """
-        above = self.index.get(parent)
-        if above is not None and above.stamp == self._stamp:
-            return self._stamp
+    def _use(self, key: BlockKey) -> None:
+        """The block is in use now, in all its groups, and with it all before it: `_raise`."""
         stamp = self._next_stamp()
-        while above is not None and above.stamp < stamp:
-            above.stamp = stamp
-            above = self.index.get(parent_of(above.record))
-        return stamp
+        for group in self._groups:
+            if (slot := self.index.get(BlockId(key, group))) is not None:
+                slot.stamp = stamp
+
+    def _raise(self, slot: Slot) -> None:
+        """The block was used when the newest of those below it was, and all between them: one pass for a whole prompt,
+        not one for each of its blocks.
+        """
+        path, newest = [slot], slot
+        while True:
+            for block_id in self.children.get(path[-1].record.id.key, ()):
+                child = self.index[block_id]
+                if child.queued and child.stamp > newest.stamp:
+                    newest = child
+            if newest is path[-1]:
+                break
+            path.append(newest)
+        for between in path:
+            between.stamp = newest.stamp
 
     def _next_stamp(self) -> int:
         self._stamp += 1

@@ -197,7 +197,7 @@ class MemoryTier:
                 if size_bytes <= self._arena.capacity_bytes:
                     victims = self._order.victims(size_bytes - self._arena.free_bytes, tenant_tag, record)
                 if not victims:
-                    too_long = size_bytes > self._arena.capacity_bytes or record.id in self._order.cut_off
+                    too_long = size_bytes > self._arena.capacity_bytes or record.id.key in self._order.cut_off
                     reason = "quota" if self._order.compete else "pinned"
                     _count(self._stats.refused, "full" if too_long else reason)
                     return None
