@@ -226,7 +226,8 @@ def test_a_measured_machine_is_remembered_and_checked_against_a_report(plan: Run
     assert times["G"] < times["R"] < times["D"] < times["E"]
     sample = {
         "repeat": 0, "sent_s": 0.0, "e2e_s": 9.0, "tpot_s": None, "gaps_s": [], "prompt_tokens": 2048,
-        "cached_tokens": 1984, "by_tier": None, "ideal_tokens": 0, "output_tokens": 1, "pieces": 1, "server": {}, "error": None,
+        "cached_tokens": 1984, "by_tier": None, "ideal_tokens": 0, "output_tokens": 1, "pieces": 1, "server": {},
+        "error": None,
     }  # fmt: skip
     rows = [
         {
