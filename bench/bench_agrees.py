@@ -29,7 +29,7 @@ BAR = 0.05
 Figures = dict[str, float]
 
 
-def main() -> None:
+def main() -> int:
     options = _options()
     program = options.peers / "load.py"
     if not program.exists():
@@ -62,6 +62,7 @@ def main() -> None:
             "rounds": rounds,
         }
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return int(any(abs(found["median"] - 1) > BAR for found in table.values()))
 
 
 def ours(server: systems.Server, options: argparse.Namespace, theirs: ModuleType, number: int) -> Figures:
@@ -118,4 +119,4 @@ def _options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

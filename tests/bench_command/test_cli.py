@@ -2,16 +2,18 @@
 
 import json
 import subprocess
-import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 from bench_command.conftest import PROGRAM
 from bench_command.made import made_report
+from harness.commands import command
 from server.serving import running, tiny_engine
 
 from kvire.bench import results
-from kvire.cli.bench_arms import without_secrets
-from kvire.cli.main import app
+from kvire.cli.bench_arms import arms_of, without_secrets
 
 
 @pytest.fixture
@@ -19,18 +21,7 @@ def bench(monkeypatch, capsys):
     """Runs `kvire bench ...`; exit status, standard output, standard error on one line."""
     monkeypatch.setenv("COLUMNS", "240")
 
-    def run(*args: object):
-        monkeypatch.setattr(sys, "argv", ["kvire", "bench", *map(str, args)])
-        capsys.readouterr()
-        try:
-            app()
-            code = 0
-        except SystemExit as left:
-            code = int(left.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, " ".join(err.split())
-
-    return run
+    return command(monkeypatch, capsys, "bench")
 
 
 def test_a_run_writes_what_it_prints(bench, tmp_path):
@@ -145,14 +136,22 @@ def test_reports_keep_no_secrets():
         "bench",
         "--api-key",
         "k1",
-        "--api-key=k2",
+        "--against-key=k2",
         "--remote",
         "redis://me:pw@host:6379/1",
         "--url",
         "http://h/v1",
     ]
     told = without_secrets(words)
-    assert told == ["bench", "--api-key", "...", "--api-key=...", "--remote", "redis://...@host:6379/1", *words[-2:]]
+    assert told == [
+        "bench",
+        "--api-key",
+        "...",
+        "--against-key=...",
+        "--remote",
+        "redis://...@host:6379/1",
+        *words[-2:],
+    ]
 
 
 def test_help_needs_neither_torch_nor_charts():
@@ -161,3 +160,31 @@ def test_help_needs_neither_torch_nor_charts():
     look += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'matplotlib', 'kvire.bench')))"
     done = subprocess.run([PROGRAM[0], "-c", look], check=False, capture_output=True, text=True)
     assert done.returncode == 0 and "kvire bench compare before.json after.json" in done.stdout, done.stderr
+
+
+def test_each_server_is_told_its_own_key():
+    class Models(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.server.keys.append(self.headers.get("Authorization"))
+            body = b'{"data": [{"id": "m"}]}'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), Models) for _ in range(2)]
+    for server in servers:
+        server.keys = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    url, against = (f"http://127.0.0.1:{server.server_port}/v1" for server in servers)
+    given = dict.fromkeys(("options", "store", "remote", "served_name", "no_reuse", "against_key"))
+    given |= {"url": url, "against": against, "api_key": "k1", "timeout": 10.0}
+    for options in (given, given | {"against_key": "k2"}):
+        arms_of(options, SimpleNamespace(states=()))
+    assert [server.keys for server in servers] == [["Bearer k1"] * 2, [None, "Bearer k2"]]
+    for server in servers:
+        server.shutdown()
+        server.server_close()

@@ -1,14 +1,12 @@
 """What the tests of `kvire store` share."""
 
-import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from harness.commands import command
 
 from kvire.cli import store_tidy
-from kvire.cli.main import app
 from kvire.store.keyring import Keyring
 
 
@@ -29,16 +27,10 @@ def folder(tmp_path: Path) -> Path:
 def kvire_store(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Runs `kvire store ...`; gives exit status, standard output (parsed, with --json) and standard error."""
 
-    def run(*args: object, stdin: str = ""):
-        monkeypatch.setattr(sys, "argv", ["kvire", "store", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        capsys.readouterr()
-        try:
-            app()
-            code = 0
-        except SystemExit as left:
-            code = int(left.code or 0)
-        out, err = capsys.readouterr()
-        return code, json.loads(out) if "--json" in args and out else out, " ".join(err.split())
+    run = command(monkeypatch, capsys, "store")
 
-    return run
+    def parsed(*args: object, stdin: str = ""):
+        code, out, err = run(*args, stdin=stdin)
+        return code, json.loads(out) if "--json" in args and out else out, err
+
+    return parsed

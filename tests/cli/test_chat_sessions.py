@@ -1,15 +1,13 @@
 """Chats that go on after a restart: `kvire chat --session` and LLM.session, over a real store on the disk."""
 
-import io
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness.commands import command
 from models.tiny import make_tiny
 
-from kvire.cli.main import app
 from kvire.core.config import StoreConfig
 from kvire.core.errors import ConfigError, RequestError
 from kvire.llm import LLM
@@ -43,19 +41,7 @@ def chat(
     monkeypatch.setenv("KVIRE_KEY_FILE", str(tmp_path / "keys.json"))
     monkeypatch.setenv("KVIRE_STORE", str(tmp_path / "cache" / "store"))
 
-    def run(*args: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvire", "chat", tiny, "--max-tokens", "24", *args])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        capsys.readouterr()
-        try:
-            app()
-            status = 0
-        except SystemExit as left:
-            status = int(left.code or 0)
-        out, err = capsys.readouterr()
-        return status, out, " ".join(err.split())
-
-    return run
+    return command(monkeypatch, capsys, "chat", tiny, "--max-tokens", "24")
 
 
 def reused(said: str) -> list[tuple[int, int]]:

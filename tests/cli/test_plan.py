@@ -1,6 +1,5 @@
 """`kvire plan` as people and programs run it; calibration on the small real model."""
 
-import io
 import json
 import subprocess
 import sys
@@ -9,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.commands import command
 from models.tiny import make_tiny
 
-from kvire.cli.main import app
 from kvire.cli.plan_calibrate import Asked, Samples, measure, record
 from kvire.cli.plan_machine import calibration_file, measured_tiers
 from kvire.core.cache_folder import write_json
@@ -31,19 +30,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("COLUMNS", "200")
 
-    def run(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvire", "plan", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO())
-        capsys.readouterr()
-        try:
-            app()
-            code = 0
-        except SystemExit as left:
-            code = int(left.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, " ".join(err.split())
-
-    return run
+    return command(monkeypatch, capsys, "plan")
 
 
 def saved(path: Path, value: object) -> Path:

@@ -22,7 +22,7 @@ from kvire.core.errors import ConfigError
 from kvire.store.place import default_store
 
 LETTERS = "ABCDEFGH"  # names of arms
-KEY = "--api-key"
+KEYS = ("--api-key", "--against-key")
 SECRET_IN_URL = re.compile(r"(?<=://)[^\s/@]*@")
 Given = Mapping[str, Any]
 
@@ -51,7 +51,7 @@ def arms_of(given: Given, settings: Settings) -> dict[str, Arm]:
     if given["url"] is not None:
         if given["options"] or given["store"] or given["remote"]:
             raise ConfigError("--options, --store and --remote are for the built-in engine; leave them out with --url")
-        arms: list[Arm] = [_foreign(given, given["url"], settings)]
+        arms: list[Arm] = [_foreign(given, given["url"], given["api_key"], settings)]
     else:
         models, stores = _words(given["model"]), _words(given["store"] or "")
         arms = [
@@ -70,7 +70,8 @@ def without_secrets(words: Sequence[str]) -> list[str]:
     """A command line for a report that others may read: without keys, and names and passwords in addresses."""
     told = []
     for before, word in zip(("", *words), words, strict=False):
-        hidden = "..." if before == KEY else f"{KEY}=..." if word.startswith(f"{KEY}=") else word
+        name, sign, _ = word.partition("=")
+        hidden = "..." if before in KEYS else f"{name}=..." if sign and name in KEYS else word
         told.append(SECRET_IN_URL.sub("...@", hidden))
     return told
 
@@ -89,7 +90,7 @@ def _second(given: Given, settings: Settings, others: int) -> Arm:
     if given["url"] is not None and against.rstrip("/") == given["url"].rstrip("/"):
         raise ConfigError("--against is the same server as --url: it would meet its own KV, and nothing would be cold")
     if against.startswith(("http://", "https://")):
-        return _foreign(given, against, settings)
+        return _foreign(given, against, given["against_key"], settings)
     if given["url"] is not None:
         raise ConfigError("--against takes options of `kvire serve` only beside the built-in engine; give it a URL")
     place = Path(given["store"]).expanduser() if given["store"] else default_store().parent
@@ -114,9 +115,9 @@ def _built_in(given: Given, model: str, place: Path, options: str, settings: Set
     )
 
 
-def _foreign(given: Given, url: str, settings: Settings) -> UrlArm:
+def _foreign(given: Given, url: str, key: str | None, settings: Settings) -> UrlArm:
     check_states(settings.states)
-    there = Endpoint(url.rstrip("/"), given["served_name"] or "", given["api_key"], given["timeout"])
+    there = Endpoint(url.rstrip("/"), given["served_name"] or "", key, given["timeout"])
     if not there.model:
         there = Endpoint(there.url, first_model(there), there.api_key, there.timeout_s)
     return UrlArm(there, settings, _fields(given["no_reuse"]))

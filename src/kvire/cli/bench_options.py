@@ -96,9 +96,20 @@ ASKED: dict[str, tuple[Any, Any]] = {
     "api_key": (
         _option(
             str | None,
-            "Its key; better set KVIRE_BENCH_API_KEY.",
+            "Its key; better set KVIRE_BENCH_API_KEY. It goes to --url only.",
             _SERVER,
             envvar="KVIRE_BENCH_API_KEY",
+            show_default=False,
+            show_envvar=False,
+        ),
+        None,
+    ),
+    "against_key": (
+        _option(
+            str | None,
+            "The key of a URL in --against; better set KVIRE_BENCH_AGAINST_KEY.",
+            _SERVER,
+            envvar="KVIRE_BENCH_AGAINST_KEY",
             show_default=False,
             show_envvar=False,
         ),

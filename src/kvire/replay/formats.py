@@ -1,7 +1,7 @@
 """Reads traces: Mooncake's JSONL, sessions of kv-cache-tester, and our own JSONL. The content says which it is."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,18 +180,11 @@ def _linked(name: str, kind: str, raw: list[_Raw], skipped: list[str]) -> Trace:
     """Number the blocks: one number for an id below the same parent in the same scope."""
     trace = Trace(name, kind, raw[0].block_tokens, skipped=skipped)
     shared = kind == "kvire"  # there a session is only a label: ids mean the same in all of them
-    numbers: dict[tuple[str, int, Any], int] = {}
+    numbers: dict[Hashable, int] = {}
     for request in sorted(raw, key=lambda request: request.time_s):
         chain: list[int] = []
-        parent = -1
         for block in request.ids:
-            key = ("" if shared or parent >= 0 else request.scope, parent, block)
-            if (number := numbers.get(key)) is None:
-                number = numbers[key] = len(trace.parents)
-                trace.parents.append(parent)
-                trace.depths.append(len(chain))
-            chain.append(number)
-            parent = number
+            trace.append(chain, numbers, ("" if shared or chain else request.scope, chain[-1] if chain else -1, block))
         trace.requests.append(
             Request(request.time_s, request.input_tokens, request.output_tokens, tuple(chain), request.scope)
         )

@@ -1,6 +1,6 @@
 """A trace: requests in order of arrival, each a chain of blocks. formats.py reads them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -52,6 +52,14 @@ class Trace:
         """Tokens that need no computing if the first so many blocks are there: at least one always is computed."""
         return min(blocks * self.block_tokens, request.input_tokens - 1)
 
+    def append(self, chain: list[int], numbers: dict[Hashable, int], key: Hashable) -> None:
+        """Go on with a chain: the block that `key` names in `numbers`, a new one if it is not there."""
+        if (number := numbers.get(key)) is None:
+            number = numbers[key] = len(self.parents)
+            self.parents.append(chain[-1] if chain else -1)
+            self.depths.append(len(chain))
+        chain.append(number)
+
     def part(self, requests: Sequence[Request]) -> "Trace":
         """The same blocks, other requests."""
         return Trace(self.name, self.format, self.block_tokens, list(requests), self.parents, self.depths, self.skipped)
@@ -76,18 +84,12 @@ class Trace:
 
     def coarse(self, factor: int) -> "Trace":
         """Blocks of `factor` times as many tokens; what fills none at a prompt's end is left out."""
-        numbers: dict[int, int] = {}
+        numbers: dict[Hashable, int] = {}
         coarse = Trace(self.name, self.format, self.block_tokens * factor, skipped=self.skipped)
         for request in self.requests:
             chain: list[int] = []
-            parent = -1
             for block in request.blocks[factor - 1 :: factor]:
-                if (number := numbers.get(block)) is None:
-                    number = numbers[block] = len(coarse.parents)
-                    coarse.parents.append(parent)
-                    coarse.depths.append(len(chain))
-                chain.append(number)
-                parent = number
+                coarse.append(chain, numbers, block)
             coarse.requests.append(
                 Request(request.time_s, request.input_tokens, request.output_tokens, tuple(chain), request.session)
             )

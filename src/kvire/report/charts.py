@@ -120,7 +120,7 @@ def draw_lines(
             axes.axhline(y, color=colour, linestyle="--", linewidth=1.2, label=label)
         axes.set_xscale("log" if log_x else "linear")
         axes.set_yscale("log" if log_y else "linear")
-        _legend(axes, len(series) + len(levels))
+        _legend(figure, len(series) + len(levels))
     return figure
 
 
@@ -140,7 +140,8 @@ def draw_bars(
             floor = [below + height for below, height in zip(floor, heights, strict=True)]
         axes.set_xticks(range(len(categories)), categories)
         axes.set_yscale("log" if log_y else "linear")
-        _legend(axes, len(series))
+        axes.margins(y=0.08)
+        _legend(figure, len(series))
     return figure
 
 
@@ -187,9 +188,9 @@ def _svg(figure: "Figure", labels: Labels, style: str = "") -> str:
     return f'{opening} role="img" aria-label="{escape(labels.title)}">{about}{style}{rest}'
 
 
-def _legend(axes: "Axes", entries: int) -> None:
+def _legend(figure: "Figure", entries: int) -> None:
     if entries > 1:
-        axes.legend(frameon=False, fontsize=9.5)
+        figure.legend(loc="outside lower center", ncols=min(entries, 3), frameon=False, fontsize=9.5)  # off the data
 
 
 def _gaps(values: Sequence[float | None]) -> list[float]:

@@ -9,6 +9,7 @@ import pytest
 
 from kvire.connectors.vllm.misses import ForeignBlocks
 from kvire.connectors.vllm.remote import RemoteProbe
+from kvire.connectors.vllm.requests import Roots
 from kvire.connectors.vllm.scheduler import SchedulerSide
 from kvire.connectors.vllm.worker import WorkerSide
 from kvire.core.keys import BlockKey, Namespace
@@ -17,7 +18,8 @@ from kvire.store.loader import Loader
 
 def salt_dropped(patch: pytest.MonkeyPatch) -> None:
     """A request's cache_salt is lost on the way to the store."""
-    patch.setattr("kvire.connectors.vllm.scheduler.salted", lambda tenant_salt, cache_salt, epoch: tenant_salt)
+    of = Roots.of
+    patch.setattr(Roots, "of", lambda self, cache_salt: of(self, None))
 
 
 def keys_from_the_builtin_hash(patch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,18 @@
 """What the scheduler's side knows of one request: the names of its blocks, and what became of them."""
 
+import logging
 from collections.abc import Sequence
 from hashlib import sha256
 from itertools import pairwise
+from secrets import token_hex
 from typing import Any
 
 from kvire.connectors.vllm.messages import Block
-from kvire.core.keys import BlockKey, block_keys, content_ids
+from kvire.core.errors import StoreError
+from kvire.core.keys import BlockKey, Namespace, block_keys, content_ids
+from kvire.store.tiered import TieredStore
+
+log = logging.getLogger(__name__)
 
 
 def exclusion(request: Any) -> str | None:
@@ -25,12 +31,40 @@ def exclusion(request: Any) -> str | None:
     return None
 
 
-def salted(tenant_salt: str, cache_salt: str | None, epoch: str) -> str:
-    """The salt of a request's blocks: the tenant's, divided by its cache_salt, and anew after each reset."""
-    salt = tenant_salt
-    if cache_salt:
-        salt += "/" + sha256(cache_salt.encode("utf-8")).hexdigest()
-    return f"{salt}/{epoch}" if epoch else salt
+class Roots:
+    """Where the key chains of one vLLM's requests begin: the tenant's salt, divided by cache_salt, anew after a reset.
+
+    namespace: without salt.
+    """
+
+    def __init__(self, store: TieredStore, namespace: Namespace) -> None:
+        self._store = store
+        self._namespace = namespace
+        self._known: dict[str, tuple[str, BlockKey]] = {}  # cache_salt -> salt, root
+        self._epoch = ""
+
+    def reset(self) -> None:
+        """From now on nothing that was stored before is found: the model may have other weights."""
+        self._epoch = token_hex(16)
+        self._known.clear()
+
+    def of(self, cache_salt: str | None) -> tuple[str, BlockKey] | None:
+        """Salt and root; None if there are no keys: then nothing can be kept, but everything can be served."""
+        try:
+            salt = self._store.tenant("").salt
+        except (StoreError, OSError) as error:
+            log.warning("Kvire keeps nothing: %s", error)
+            return None
+        if cache_salt:
+            salt += "/" + sha256(cache_salt.encode("utf-8")).hexdigest()
+        if self._epoch:
+            salt += "/" + self._epoch
+        known = self._known.get(cache_salt or "")
+        if known is None or known[0] != salt:
+            namespace = self._namespace.with_salt(salt)
+            self._store.note_namespace(namespace.root, namespace.public_fields())
+            known = self._known[cache_salt or ""] = (salt, namespace.root)
+        return known
 
 
 class Tracked:

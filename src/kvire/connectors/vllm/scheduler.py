@@ -7,7 +7,6 @@ from their index, remote ones are asked beside (remote.py) while the request is 
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from secrets import token_hex
 from time import monotonic
 from typing import Any
 
@@ -17,8 +16,7 @@ from kvire.connectors.vllm.messages import Facts, Load, Move, Outcome, Plan
 from kvire.connectors.vllm.misses import ForeignBlocks
 from kvire.connectors.vllm.pace import Pace
 from kvire.connectors.vllm.remote import RemoteProbe
-from kvire.connectors.vllm.requests import Tracked, exclusion, salted
-from kvire.core.errors import StoreError
+from kvire.connectors.vllm.requests import Roots, Tracked, exclusion
 from kvire.core.keys import BlockKey, Namespace
 from kvire.core.record import BlockId
 from kvire.plan.cost import Speed
@@ -48,7 +46,6 @@ class SchedulerSide:
         self._counts: Counter[tuple[str, str]] = Counter()  # (what, label) since the last report
         self._groups = groups
         self._block_size = block_size
-        self._namespace = namespace
         self._facts = facts
         self._parts = [part * len(groups) + group for part in range(parts) for group in range(len(groups))]
         self._workers = parts
@@ -58,8 +55,7 @@ class SchedulerSide:
         self._probe = RemoteProbe(store, probe_s) if store.remote_speed() is not None else None
         self._tracked: dict[str, Tracked] = {}
         self._excluded: set[str] = set()
-        self._roots: dict[str, tuple[str, BlockKey]] = {}  # cache_salt -> salt, root
-        self._epoch = ""
+        self._roots = Roots(store, namespace)
         self._loads: list[Load] = []
         self._used: list[BlockKey] = []
         self._offered: OrderedDict[BlockKey, float] = OrderedDict()
@@ -176,8 +172,7 @@ class SchedulerSide:
 
     def reset(self) -> None:
         """From now on nothing that was stored before is found: the model may have other weights now."""
-        self._epoch = token_hex(16)
-        self._roots.clear()
+        self._roots.reset()
         self._tracked.clear()
         self._offered.clear()
         self.announcer.clear()
@@ -200,27 +195,13 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             why = exclusion(request)
-            identity = self._identity(request.cache_salt) if why is None else None
+            identity = self._roots.of(request.cache_salt) if why is None else None
             if identity is None:
                 self._excluded.add(request.request_id)
                 self._counts["excluded_requests", why or "no_keys"] += 1
                 return None
             tracked = self._tracked[request.request_id] = Tracked(request, *identity, self._block_size)
         return tracked
-
-    def _identity(self, cache_salt: str | None) -> tuple[str, BlockKey] | None:
-        """Salt and root; None if there are no keys: then nothing can be kept, but everything can be served."""
-        try:
-            salt = salted(self.store.tenant("").salt, cache_salt, self._epoch)
-        except (StoreError, OSError) as error:
-            log.warning("Kvire keeps nothing: %s", error)
-            return None
-        known = self._roots.get(cache_salt or "")
-        if known is None or known[0] != salt:
-            namespace = self._namespace.with_salt(salt)
-            self.store.note_namespace(namespace.root, namespace.public_fields())
-            known = self._roots[cache_salt or ""] = (salt, namespace.root)
-        return known
 
     def _held(self, keys: Sequence[BlockKey]) -> list[list[str | None]]:
         """For each key the local tier that has each part of the block."""

@@ -8,14 +8,12 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from secrets import token_hex
 from time import monotonic
 from typing import Any, NamedTuple
 
 from kvire.connectors.vllm.remote import RemoteProbe
-from kvire.connectors.vllm.requests import Tracked, exclusion, salted
-from kvire.core.errors import StoreError
-from kvire.core.keys import BlockKey, Namespace
+from kvire.connectors.vllm.requests import Roots, Tracked, exclusion
+from kvire.core.keys import Namespace
 from kvire.core.record import BlockId, BlockRecord
 from kvire.store.tiered import TieredStore
 
@@ -52,20 +50,18 @@ class Requests:
         probe: RemoteProbe | None,
     ) -> None:  # fmt: skip
         self._store = store
-        self._namespace = namespace
         self._groups = groups
         self._chunk_tokens = chunk_tokens
         self._row_bytes = row_bytes
         self._probe = probe
         self._known: dict[str, Known] = {}
-        self._roots: dict[str, tuple[str, BlockKey]] = {}  # cache_salt -> salt, root
-        self._epoch = ""
+        self._roots = Roots(store, namespace)
         self.excluded: Counter[str] = Counter()  # reason -> requests since it was last emptied
 
     def meet(self, request: Any) -> None:
         """A new request of vLLM's; what depends on more than its token ids is not kept."""
         reason = exclusion(request)
-        identity = self._identity(request.cache_salt) if reason is None else None
+        identity = self._roots.of(request.cache_salt) if reason is None else None
         if identity is None:
             self.excluded[reason or "no_keys"] += 1
             return
@@ -124,19 +120,4 @@ class Requests:
         """
         for request_id in list(self._known):
             self.finished(request_id)
-        self._epoch = token_hex(16)
-        self._roots.clear()
-
-    def _identity(self, cache_salt: str | None) -> tuple[str, BlockKey] | None:
-        """Salt and root; None if there are no keys: then nothing can be kept, but everything can be served."""
-        try:
-            salt = salted(self._store.tenant("").salt, cache_salt, self._epoch)
-        except (StoreError, OSError) as error:
-            log.warning("Kvire keeps nothing: %s", error)
-            return None
-        known = self._roots.get(cache_salt or "")
-        if known is None or known[0] != salt:
-            namespace = self._namespace.with_salt(salt)
-            self._store.note_namespace(namespace.root, namespace.public_fields())
-            known = self._roots[cache_salt or ""] = (salt, namespace.root)
-        return known
+        self._roots.reset()
