@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
+from kvire.bench.machine import cpu_name
+
 ROOT = Path(__file__).parents[1]
 
 
 def describe() -> dict[str, Any]:
     """Machine, versions and commit."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -47,14 +49,6 @@ def _timed(work: Callable[[], object]) -> float:
     started = perf_counter()
     work()
     return perf_counter() - started
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _git(*args: str) -> str:

@@ -13,7 +13,7 @@ PACKAGES = ("kvire", "torch", "transformers")
 def describe() -> dict[str, Any]:
     """Of this machine, which a server behind a URL may not share."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
@@ -40,7 +40,8 @@ def _installed(name: str) -> bool:
     return True
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """As the kernel knows it; what Python says elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
