@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from rich.progress import BarColumn, Progress, TextColumn
 
+from kvire.bench.machine import cpu_name
 from kvire.bench.page_cache import drop
 from kvire.cli.display import console
 from kvire.cli.plan_model import find_model
@@ -95,7 +96,7 @@ def record(model: str, kv_dtype: str, shape: Shape, free_bytes: int, samples: Sa
         "date": datetime.now(UTC).date().isoformat(),
         "model": model,
         "kv_dtype": kv_dtype,
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "memory_bytes": free_bytes,
         "overhead_s": overhead_s,
@@ -196,13 +197,3 @@ def _tier_speed(
     if latency_s < 0 or per_byte <= 0:
         latency_s, per_byte = 0.0, sum(added) / sum(sizes)
     return {"latency_s": float(latency_s), "bytes_per_s": float(1 / per_byte)}
-
-
-def _cpu_name() -> str:
-    import platform  # noqa: PLC0415
-
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
