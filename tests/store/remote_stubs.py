@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from harness import waiting
+
 RESET = "reset"  # instead of bytes: end the connection with RST
 Answer = bytes | float | str  # what to send, how many seconds to wait, or RESET
 
@@ -126,8 +128,8 @@ def sockets() -> int:
 
 
 def settled(count: Callable[[], int], most: int) -> bool:
-    """Whether the count is back where it was (or below: an earlier test may have left something) within two seconds."""
-    end = time.monotonic() + 2
+    """Whether the count is back where it was (or below: an earlier test may have left something) soon."""
+    end = time.monotonic() + waiting.PATIENCE_S
     while count() > most:
         if time.monotonic() > end:
             return False

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import obstore
 import pytest
 from store import remote_stubs as stubs
 from store.blocks import chain, frame_of, kv_of, tenant_key
@@ -131,6 +132,25 @@ def test_every_failure_is_called_by_its_name_in_time(kind, mode):
             assert time.monotonic() - started < TIMEOUT_S + LATE_S
         tier.close()
     assert settled(threading.active_count, threads)
+    assert settled(sockets, before)
+
+
+def test_an_answer_too_long_to_read_keeps_no_connection_open(monkeypatch):
+    """obstore may hold a result until it is called again, which after `close` is never."""
+    held, inner = [], obstore.get_async
+
+    async def holding(*arguments, **options):
+        held.append(await inner(*arguments, **options))
+        return held[-1]
+
+    monkeypatch.setattr(obstore, "get_async", holding)
+    before = sockets()
+    with answering("s3", OBJECTS["five gigabytes"][0]) as server:
+        tier = opened("s3", server.port)
+        with pytest.raises(FrameDamaged):
+            load(tier)
+        tier.close()
+    assert held
     assert settled(sockets, before)
 
 

@@ -98,6 +98,8 @@ class ObjectBackend:
         try:
             result = await obstore.get_async(self._store, name)
             if result.meta["size"] > capacity:
+                # obstore may hold the result until it is called again; what it would hold then is an open connection
+                result.stream()
                 raise FrameDamaged("length")
             content = await result.bytes_async()
         except FileNotFoundError:
