@@ -91,6 +91,20 @@ def test_weights_that_do_not_belong_to_the_config_are_noticed(plan: Run, tmp_pat
     assert code == 2 and "kv_compression_ratio" in err
 
 
+def test_a_model_of_the_hub(plan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    code, _, err = plan("org/model")
+    assert code == 2 and err.startswith("asking the hub for the config of org/model")
+    assert "cannot be reached" in err and "--cards" in err
+    (snapshot := cache / "models--org--model" / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    saved(snapshot / "config.json", dict(card("llama-2-7b").config))
+    (refs := cache / "models--org--model" / "refs").mkdir()
+    (refs / "main").write_text("0" * 40)
+    code, out, err = plan("org/model")
+    assert code == 0 and "524,288 bytes per token" in out and not err
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [

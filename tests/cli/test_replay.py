@@ -57,6 +57,26 @@ def test_bytes_and_tiers(trace):
     assert point["hit_rate"] == optimum["points"][0]["hit_rate"] == report["ideal_hit_rate"]
 
 
+def test_a_models_bytes_are_those_that_a_store_keeps(trace):
+    """18 layers of gemma3-270m, K and V of 256, also those that see 512 tokens only."""
+    options = ("--model", "gemma3-270m", "--capacity", "2MB", "--capacity", 80)
+    report = json.loads(replay(trace, "--json", *options, "--kv-dtype", "float32"))
+    each = 18 * 512 * 4
+    assert report["kv"] == {
+        "bytes_per_token": each, "model": "Gemma 3 270M", "kv_dtype": "float32", "state_bytes_per_sequence": 0
+    }  # fmt: skip
+    points = report["curves"][0]["points"]
+    assert [(point["capacity_tokens"], point["capacity_bytes"]) for point in points] == [
+        (2_000_000 // each, 2_000_000),
+        (80, 80 * each),
+    ]
+    assert json.loads(replay(trace, "--json", *options))["kv"]["bytes_per_token"] == each // 2
+    assert "18,432 bytes: Gemma 3 270M, KV in float16, every layer in full" in replay(trace, *options)
+    assert "a token takes 1,000 bytes" in replay(trace, "--bytes-per-token", 1000)
+    assert json.loads(replay(trace, "--json"))["kv"] is None
+    assert "recurrent states" in replay(trace, "--model", "qwen3.5-27b")
+
+
 def test_the_table_and_the_picture(trace, tmp_path):
     for ending, head in ((".svg", b"<svg"), (".png", b"\x89PNG")):
         text = replay(
@@ -105,6 +125,9 @@ def test_all_may_stand_beside_others(trace):
         (["--policy", "mru"], "no policy 'mru'"),
         (["--policy", "ttl=-1"], "no lifetime"),
         (["--capacity", "5GB"], "--bytes-per-token"),
+        (["--model", "smollm2", "--bytes-per-token", "9"], "either --model or --bytes-per-token"),
+        (["--kv-dtype", "int8"], "add --model"),
+        (["--model", "smollm2", "--kv-dtype", "int4"], "not 'int4'"),
         (["--capacity", "many"], "no size"),
         (["--capacity", "9"], "holds no block"),
         (["--tier", "tape=5"], "memory=SIZE and disk=SIZE"),

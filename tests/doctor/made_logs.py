@@ -265,6 +265,17 @@ ALL = (
 )  # fmt: skip
 
 
+def claude(system: str, *messages: str, mark: tuple[int, ...] = (), system_ttl: str | None = None) -> JSON:
+    """mark: messages with a breakpoint. system_ttl: of one behind the system prompt."""
+    control = {"type": "ephemeral"}
+    said = []
+    for i, text in enumerate(messages):
+        block = {"type": "text", "text": text} | ({"cache_control": control} if i in mark else {})
+        said.append({"role": "assistant" if i % 2 else "user", "content": [block]})
+    block = {"type": "text", "text": system} | ({"cache_control": control | {"ttl": system_ttl}} if system_ttl else {})
+    return {"model": "claude-x", "system": [block], "messages": said}
+
+
 def as_lines(bodies: list[JSON], spacing_s: float | None = 10.0) -> list[bytes]:
     """The log, a request every so many seconds."""
     if spacing_s is None:

@@ -1,11 +1,10 @@
 """Providers' rules at their edges: minimum lengths, steps, times to live, breakpoints."""
 
 import json
-from typing import Any
 
 import pytest
 from doctor.examining import examine
-from doctor.made_logs import as_lines, time_stamp, words
+from doctor.made_logs import as_lines, claude, time_stamp, words
 
 from kvire.doctor.rules import CacheRules
 
@@ -50,17 +49,6 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     lines = [json.dumps({"prompt": words(8000)}).encode()] * 2
     diagnosis = examine(lines, [ANY])
     assert diagnosis.totals.ideal_tokens == diagnosis.by_rules[0].cached == 1999
-
-
-def claude(system: str, *messages: str, mark: tuple[int, ...] = (), system_ttl: str | None = None) -> dict[str, Any]:
-    """mark: messages with a breakpoint. system_ttl: of one behind the system prompt."""
-    control = {"type": "ephemeral"}
-    said = []
-    for i, text in enumerate(messages):
-        block = {"type": "text", "text": text} | ({"cache_control": control} if i in mark else {})
-        said.append({"role": "assistant" if i % 2 else "user", "content": [block]})
-    block = {"type": "text", "text": system} | ({"cache_control": control | {"ttl": system_ttl}} if system_ttl else {})
-    return {"model": "claude-x", "system": [block], "messages": said}
 
 
 SYSTEM = words(4998)  # with its mark 1,250 tokens

@@ -1,6 +1,8 @@
 """Times per tier, hit curves, and what to buy: or nothing, and why."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,15 +11,18 @@ from hypothesis import strategies as st
 from kvire.core.errors import ConfigError
 from kvire.plan.hardware import break_even_bytes_per_s, machine
 from kvire.plan.hits import HitCurve, assumed_reuse, read_curve
+from kvire.plan.plan import Money, Plan, device_tokens
+from kvire.plan.report import build
 from kvire.plan.serve import Prompt, computed, from_device, from_tier
 from kvire.plan.shape import Storage
+from kvire.plan.sizing import Usage
 from kvire.plan.tiers import Tier, parse_tier, presets
-from kvire.plan.verdict import Demand, decide, offers
+from kvire.plan.verdict import Demand, decide, offers, stored_bytes_per_token
 
 from .shapes import shape
 
 FP16, H100 = Storage("float16", 16), machine("h100")
-LLAMA = shape("llama-3.1-8b")
+LLAMA, GEMMA = shape("llama-3.1-8b"), shape("gemma3-270m")
 PROMPT = Prompt(8192, 64)
 CURVE = HitCurve("lru", ((1e6, 0.1), (1e7, 0.4), (1e8, 0.6)), 0.65)
 
@@ -233,3 +238,76 @@ def test_offers_never_take_longer_than_nothing(gb_s: float, device_tokens: float
 def test_reuse_is_a_share(share: float) -> None:
     with pytest.raises(ConfigError, match="--reuse"):
         assumed_reuse(share, 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "each"),
+    [
+        ("gemma3-270m", 18 * 512 * 2),  # 15 of 18 layers slide: K and V of 256 for every token all the same
+        ("gpt-oss-20b", 24 * 8 * 128 * 2),
+        ("llama-3.1-8b", 131_072),
+        ("deepseek-v3.2", 70_272 + 61 * 128 * 2),  # the indexer's keys too
+    ],
+)
+def test_a_store_keeps_every_layer_of_every_token(name: str, each: int) -> None:
+    assert stored_bytes_per_token(shape(name), FP16, 8192) == each
+    assert stored_bytes_per_token(shape(name), replace(FP16, dtype="float32"), 8192) == 2 * each
+
+
+def test_a_store_keeps_a_state_for_each_sequence() -> None:
+    hybrid = shape("qwen3.5-27b")
+    assert stored_bytes_per_token(hybrid, FP16, 8192) == 65_536 + hybrid.state_bytes(FP16) / 8192
+    assert any("one recurrent state for each sequence" in note for note in build(plan("qwen3.5-27b"))["notes"])
+
+
+def test_a_store_of_int8_keeps_the_scales_and_every_rank_its_part() -> None:
+    assert stored_bytes_per_token(GEMMA, Storage("int8", 16), 8192) == 18 * (512 + 2 * 4)
+    assert stored_bytes_per_token(LLAMA, Storage("float16", 16, tp=16), 8192) == 2 * 131_072  # 8 heads, twice
+
+
+def test_the_disk_held_what_is_planned() -> None:
+    """Fifty pages through gemma3-270m, and an answer of 16, the last of which is never computed; in float32.
+
+    A block is a slot of 4 KiB pages for 15 sliding layers (16 x 15 x 2 KiB and a page) and one for 3 full ones
+    (16 x 3 x 2 KiB and a page). Slots come in whole segments of at most 64 MiB.
+    """
+    found = json.loads((Path(__file__).parents[2] / "docs" / "results" / "fifty_pages.json").read_text())
+    prompt = int(found["table"][0]["figure"].split()[0].replace(",", ""))
+    blocks = (prompt + 16 - 1) // 16
+    pages = [16 * 15 * 2 // 4 + 1, 16 * 3 * 2 // 4 + 1]
+    segments = [-(-blocks // ((64 << 20) // (4096 * one))) * ((64 << 20) // (4096 * one)) * one for one in pages]
+    assert sum(segments) * 4096 == pytest.approx(found["stored_mb"] * 1e6, rel=0.01)
+    planned = stored_bytes_per_token(GEMMA, Storage("float32", 16), prompt) * 16 * blocks
+    assert planned == 36_864 * 16 * blocks
+    assert blocks * sum(pages) * 4096 == pytest.approx(planned, rel=0.02)
+
+
+def plan(name: str) -> Plan:
+    return Plan(
+        title=name,
+        source="",
+        verified=True,
+        shape=shape(name),
+        storage=Storage("float32", 16),
+        use=Usage(context=8192),
+        prompt=PROMPT,
+        tiers=(tier(14, size="36864MB"),),
+        money=Money(requests_per_hour=10, output_tokens=256),
+        who=H100,
+        memory_bytes=4 * 10**9,
+        curve=HitCurve("lru", ((1e8, 0.6),), 0.75),
+    )
+
+
+def test_sizes_of_tiers_and_wear_count_what_is_stored_and_the_device_what_it_keeps() -> None:
+    """A million tokens of 36,864 bytes to the tier; of 8,192, a quarter and 256 of answer are new, 240 times a day."""
+    record = build(plan("gemma3-270m"))
+    (offer,) = record["verdict"]["offers"]
+    assert offer["tokens"] == 1_000_000
+    assert record["money"]["disk_wear"]["bytes_per_day"] == 24 * 10 * (2048 + 256) * 36_864
+    assert record["kv"]["stored_bytes_per_token"] == 36_864
+    # On the device 15 layers keep 33 blocks of 16 for a window of 512, not 512 of them.
+    each = 8192 * 3 * 2048 + 33 * 16 * 15 * 2048
+    assert record["kv"]["sequence_bytes"] == each
+    room = int(4e9 * 0.9) - plan("gemma3-270m").weights_bytes - each
+    assert device_tokens(plan("gemma3-270m")) == int(room / (each / 8192))

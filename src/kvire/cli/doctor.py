@@ -125,14 +125,16 @@ def _diagnose(
 
 
 def _nothing(malformed: int, first: list[tuple[str, int, str]], incomplete: int) -> str:
+    from kvire.doctor.findings import counted  # noqa: PLC0415  (--help must not wait for it)
+
     if incomplete:
-        return f"all {incomplete} requests go on with conversations that the provider keeps: no prompt is in the log"
+        return f"no prompt is in the log: {counted(incomplete, 'request')}, of conversations that the provider keeps"
     if not malformed:
         return "the log is empty"
     log, line, reason = first[0]
     where = f"{line} of {log}" if log else str(line)
     return (
-        f"there is no request in the log: {malformed} lines could not be read, the first is line {where} ({reason}). "
+        f"there is no request in the log, and {counted(malformed, 'malformed line')}, first: {where} ({reason}). "
         "A log has one request per line; of a JSON array, jq -c '.[]' makes such lines."
     )
 

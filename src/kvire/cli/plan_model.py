@@ -1,6 +1,7 @@
 """Which model is planned for: a card, or any place that holds a config. Loads no weights."""
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,19 +71,14 @@ def _of_file(name: str, path: Path) -> PlannedModel:
 
 
 def _of_hub(name: str) -> PlannedModel:
-    from kvire.models.hub import is_hub_id  # noqa: PLC0415
+    from kvire.models.hub import find_config_in_hub, is_hub_id  # noqa: PLC0415
 
     if not is_hub_id(name):
         raise ModelNotFoundError(f"there is no file or directory {name}")
-    from huggingface_hub import hf_hub_download  # noqa: PLC0415
-
     try:
-        path = Path(hf_hub_download(name, "config.json"))
-    except Exception as error:  # the hub client raises errors of its HTTP library as well as its own
-        raise ModelNotFoundError(
-            f"{name}: its config.json is neither in the hub's local cache nor to be had ({type(error).__name__}). Save "
-            "it and pass the file, or plan with a card: kvire plan --cards"
-        ) from error
+        path = find_config_in_hub(name, lambda text: print(text, file=sys.stderr, flush=True))
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(f"{error} Any config.json will do, and so will a card: kvire plan --cards") from error
     return replace(_of_file(name, path), title=name, source=f"config.json of {name} on the hub")
 
 

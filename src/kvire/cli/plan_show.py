@@ -46,6 +46,9 @@ def _model(plan: dict[str, Any], out: Console) -> None:
     growing, whole = f"{kv['growing_bytes_per_token']:,} bytes per token", format_size(kv["sequence_bytes"])
     at = f"{whole} at {kv['context_tokens']:,} tokens"
     out.print(f"KV in {kv['dtype']}: [bold]{growing}[/]{more}; {at}", soft_wrap=True)
+    if kv["window_bytes_per_sequence"]:
+        stored = f"{kv['stored_bytes_per_token']:,} bytes per token"
+        out.print(f"In a store: {stored}, since it keeps what has left the windows, too", soft_wrap=True)
     _parity(plan, out)
 
 

@@ -2,17 +2,19 @@
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from kvire.core.config import EngineConfig
 from kvire.core.errors import ConfigError
 from kvire.core.memory import parse_size
 
 if TYPE_CHECKING:
-    from kvire.replay.report import Size, TierSize
+    from kvire.replay.report import Size, TierSize, TokenKV
     from kvire.replay.trace import Trace
 
 EPILOG = (
@@ -21,6 +23,7 @@ EPILOG = (
 )
 DEFAULT_CAPACITIES = ("1%", "5%", "10%", "25%", "50%", "100%")
 TIERS = ("memory", "disk")
+KV_DTYPE = "float16"  # as kvire plan counts by default
 TOKEN_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
@@ -58,6 +61,13 @@ def replay(
     model: Annotated[
         str | None, typer.Option(help="Whose tokens the bytes hold: as in kvire plan MODEL.", show_default=False)
     ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="That model's KV in float32 (Kvire's pool by default), float16, bfloat16, fp8 or int8.",
+            show_default=KV_DTYPE,
+        ),
+    ] = None,
     bytes_per_token: Annotated[
         int | None, typer.Option(help="How many bytes the KV of one token takes.", min=1, show_default=False)
     ] = None,
@@ -88,6 +98,7 @@ def replay(
         raise ConfigError("--tier replays the store as it is: leave out --policy, --capacity and --picture")
     if picture is not None:
         picture_kind(picture)
+    kv = _token_kv(model, kv_dtype, bytes_per_token)
     with late_progress() as report:
         trace = read_trace(path, report)
         trace = trace if half is None else trace.halves()[half - 1]
@@ -98,13 +109,13 @@ def replay(
                 f"no prompt that is left fills a block of {trace.block_tokens} tokens: there is nothing to hit. "
                 "Replay a longer trace, or leave out --half and --coarse"
             )
-        token_bytes = _token_bytes(model, bytes_per_token)
         if tier:
-            values = build_tiers(trace, _tiers(tier, trace, token_bytes), spread=spread, report=report)
+            values = build_tiers(trace, _tiers(tier, trace, kv), spread=spread, report=report)
         else:
             names = list(POLICIES) if "all" in (policy or ()) else list(dict.fromkeys(policy or DEFAULT_POLICIES))
-            sizes = {_size(text, trace, token_bytes) for text in capacity or DEFAULT_CAPACITIES}
+            sizes = {_size(text, trace, kv) for text in capacity or DEFAULT_CAPACITIES}
             values = build(trace, names, sorted(sizes, key=lambda size: size.tokens), spread=spread, report=report)
+    values["kv"] = None if kv is None else asdict(kv)
     if picture is not None:
         replay_show.draw(values, picture)
     if as_json:
@@ -113,16 +124,24 @@ def replay(
         replay_show.show(values, Console(highlight=False))
 
 
-def _token_bytes(model: str | None, bytes_per_token: int | None) -> int | None:
-    if model is None or bytes_per_token is not None:
-        return bytes_per_token
+def _token_kv(model: str | None, kv_dtype: str | None, bytes_per_token: int | None) -> "TokenKV | None":
+    """What a store keeps of a token; None if nobody said. Raises ConfigError if it was said twice, or in part."""
     from kvire.cli.plan_model import find_model  # noqa: PLC0415
     from kvire.plan.shape import Storage  # noqa: PLC0415
+    from kvire.replay.report import TokenKV  # noqa: PLC0415
 
-    return find_model(model).shape.growing_bytes(Storage())
+    if model is not None and bytes_per_token is not None:
+        raise ConfigError("give either --model or --bytes-per-token: one is counted, the other given")
+    if model is None:
+        if kv_dtype is not None:
+            raise ConfigError("--kv-dtype says how a model's KV is kept: which one? add --model MODEL")
+        return None if bytes_per_token is None else TokenKV(bytes_per_token)
+    storage = Storage(kv_dtype or KV_DTYPE, EngineConfig().block_size)
+    found = find_model(model)
+    return TokenKV(found.shape.stored_bytes(storage), found.title, storage.dtype, found.shape.state_bytes(storage))
 
 
-def _tiers(asked: list[str], trace: "Trace", token_bytes: int | None) -> "list[TierSize]":
+def _tiers(asked: list[str], trace: "Trace", kv: "TokenKV | None") -> "list[TierSize]":
     from kvire.replay.report import TierSize  # noqa: PLC0415
 
     sizes = {}
@@ -130,24 +149,24 @@ def _tiers(asked: list[str], trace: "Trace", token_bytes: int | None) -> "list[T
         name, _, size = text.partition("=")
         if name not in TIERS or not size or name in sizes:
             raise ConfigError(f"--tier {text}: write memory=SIZE and disk=SIZE, each at most once")
-        sizes[name] = _size(size, trace, token_bytes)
+        sizes[name] = _size(size, trace, kv)
     return [TierSize(name, sizes[name]) for name in TIERS if name in sizes]
 
 
-def _size(text: str, trace: "Trace", token_bytes: int | None) -> "Size":
+def _size(text: str, trace: "Trace", kv: "TokenKV | None") -> "Size":
     """A capacity as people write it. Raises ConfigError."""
     from kvire.replay.report import Size  # noqa: PLC0415
 
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)\s*(%?)\s*", text.lower())
     if match is None:
         size_bytes = parse_size(text, "--capacity")
-        if not token_bytes:
+        if kv is None:
             raise ConfigError(f"how many tokens are {text}? add --model MODEL or --bytes-per-token N")
-        return Size(size_bytes // token_bytes, size_bytes)
+        return Size(size_bytes // kv.bytes_per_token, size_bytes)
     number, unit, percent = match.groups()
     if percent:
         tokens = int(float(number) * TOKEN_UNITS[unit] * trace.working_set_tokens / 100)
         tokens = max(tokens, trace.block_tokens)
     else:
         tokens = int(float(number) * TOKEN_UNITS[unit])
-    return Size(tokens, None if token_bytes is None else tokens * token_bytes)
+    return Size(tokens, None if kv is None else tokens * kv.bytes_per_token)

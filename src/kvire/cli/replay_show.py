@@ -24,9 +24,20 @@ def show(values: dict[str, Any], out: Console) -> None:
         f"{values['ideal_hit_rate']:.1%} of the tokens hit, in {values['ideal_request_hit_rate']:.1%} of the requests",
         soft_wrap=True,
     )
+    if (kv := values["kv"]) is not None:
+        out.print(_kv(kv), soft_wrap=True, markup=False)
     for line in trace["skipped"]:
         out.print(f"skipped: {line}", soft_wrap=True, markup=False)
     out.print(_tiers(values) if "tiers" in values else _curves(values))
+
+
+def _kv(kv: dict[str, Any]) -> str:
+    said = f"in a store, a token takes {kv['bytes_per_token']:,} bytes"
+    if kv["model"] is not None:
+        said += f": {kv['model']}, KV in {kv['kv_dtype']}, every layer in full"
+    if kv["state_bytes_per_sequence"]:
+        said += f"; recurrent states, {format_size(kv['state_bytes_per_sequence'])} each, are not counted"
+    return said
 
 
 def _curves(values: dict[str, Any]) -> Table:

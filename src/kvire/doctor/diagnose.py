@@ -10,7 +10,15 @@ from kvire.doctor.findings import Diagnosis, Example, Finding, RuleTotals, Total
 from kvire.doctor.likeness import LEAST_GAIN_BYTES, LEAST_OVERLAP, Difference, Likeness, likeness
 from kvire.doctor.logs import LoggedRequest, Malformed
 from kvire.doctor.prompt import BEFORE_MESSAGES, KIND_NAMES, PART, TOOL, Part
-from kvire.doctor.rules import MOST_BREAKPOINTS, CacheRules, entries_written, reuse, reuse_after_fix
+from kvire.doctor.rules import (
+    MOST_BREAKPOINTS,
+    CacheRules,
+    Written,
+    entries_written,
+    reuse,
+    reuse_after_fix,
+    written_after_fix,
+)
 from kvire.doctor.similar import ONE_IN, PassageIndex
 from kvire.doctor.tokens import Counter, Ruler
 from kvire.doctor.tree import Match, Node, PrefixTree
@@ -110,7 +118,7 @@ class Doctor:
     def _look_for_causes(self, request: LoggedRequest, ruler: Ruler, match: Match, reused: list[int]) -> None:
         text, depth = request.prompt.text, match.depth
         if (other := self._in_other_scope(request, depth)) is not None:
-            self._note_model(request, ruler, depth, other, reused)
+            self._note_model(request, ruler, match, other, reused)
             return
         rest = text[depth:]
         best: Likeness | None = None
@@ -144,11 +152,29 @@ class Doctor:
             known = max(known, tokens)
             for i, totals in enumerate(self._by_rules):
                 after = reuse_after_fix(totals.rules, request.prompt, tokens, end, differing, ruler, age_s)
-                finding.by_rules[i] += max(0, after - cached[i])
+                self._credit(finding, i, request, ruler, like.node, (cached[i], after))
                 cached[i] = max(cached[i], after)
             if id(finding) not in counted:
                 finding.requests += 1
                 counted.add(id(finding))
+        self._mark_mended(like.node, match.node, reused, cached)
+
+    def _credit(
+        self, finding: Finding, i: int, request: LoggedRequest, ruler: Ruler, old: Node, found: tuple[int, int]
+    ) -> None:
+        """What mending brings by one provider's rules: tokens found before and after, `old` being the prompt found."""
+        before, after = found
+        if after > before:
+            is_first = not old.mended_on_the_way() >> i & 1
+            more = written_after_fix(self._by_rules[i].rules, request.prompt, before, after, ruler, is_first=is_first)
+            finding.by_rules[i] += after - before
+            finding.written[i] = finding.written[i].plus(more)
+
+    def _mark_mended(self, old: Node, new: Node, before: list[int], after: list[int]) -> None:
+        """Once the causes are mended, both prompts are in the caches by whose rules more is found than before."""
+        gained = sum(1 << i for i, (was, now) in enumerate(zip(before, after, strict=True)) if now > was)
+        old.mended |= gained
+        new.mended |= gained
 
     def _finding(self, request: LoggedRequest, ruler: Ruler, like: Likeness, difference: Difference) -> Finding:
         piece = difference.pieces[0]
@@ -157,11 +183,15 @@ class Doctor:
         finding = self._findings.get(key)
         if finding is None:
             example = self._example(request, like.node, piece, token)
-            finding = Finding(*key, example, by_rules=[0] * len(self._by_rules), first_token=token)
-            self._findings[key] = finding
+            finding = self._findings[key] = self._new_finding(key, example)
+            finding.first_token = token
         finding.first_token = min(finding.first_token, token)
         finding.last_token = max(finding.last_token, token)
         return finding
+
+    def _new_finding(self, key: tuple[tuple[Cause, ...], str], example: Example) -> Finding:
+        rules = len(self._by_rules)
+        return Finding(*key, example, by_rules=[0] * rules, written=[Written()] * rules)
 
     def _example(self, request: LoggedRequest, old: Node, piece: Piece, token: int) -> Example:
         spans, part = piece.spans, piece.part
@@ -195,7 +225,7 @@ class Doctor:
         return None
 
     def _note_model(
-        self, request: LoggedRequest, ruler: Ruler, depth: int, other: tuple[str, int, Node], reused: list[int]
+        self, request: LoggedRequest, ruler: Ruler, match: Match, other: tuple[str, int, Node], reused: list[int]
     ) -> None:
         scope, known, node = other
         key = ((Cause.MODEL,), "model")
@@ -203,15 +233,17 @@ class Doctor:
         if finding is None:
             here, there = self._logs[-1][1], self._log_of(node)
             example = Example(here, request.line, there, node.line, "model", 0, 0, request.model, scope)
-            finding = Finding(*key, example, by_rules=[0] * len(self._by_rules))
-            self._findings[key] = finding
+            finding = self._findings[key] = self._new_finding(key, example)
         age_s = None if request.sent_s is None else request.sent_s - node.used_s
         tokens = min(ruler.before(known), ruler.tokens - 1)
         finding.requests += 1
-        finding.tokens += max(0, tokens - ruler.before(depth))
+        finding.tokens += max(0, tokens - ruler.before(match.depth))
+        cached = list(reused)
         for i, totals in enumerate(self._by_rules):
             after = reuse_after_fix(totals.rules, request.prompt, tokens, known, 0, ruler, age_s)
-            finding.by_rules[i] += max(0, after - reused[i])
+            self._credit(finding, i, request, ruler, node, (reused[i], after))
+            cached[i] = max(reused[i], after)
+        self._mark_mended(node, match.node, reused, cached)
 
 
 def _where(part: Part) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvire.doctor.causes import ADVICE, Cause
-from kvire.doctor.rules import CacheRules, Reuse
+from kvire.doctor.rules import CacheRules, Reuse, Written
 
 MOST_SHOWN_BYTES = 60
 
@@ -32,8 +32,8 @@ class Finding:
     """One cause in one kind of place, or several close together.
 
     tokens: what prompts would have shared without it, beyond what they did share, if the causes before it in the same
-    prompts are mended too. by_rules: of these, what each provider's cache would have given back. first_token,
-    last_token: where in prompts it stood, counted as in Example.
+    prompts are mended too. by_rules: of these, what each provider's cache would have given back; written: how many more
+    would have been written into it. first_token, last_token: where in prompts it stood, counted as in Example.
     """
 
     causes: tuple[Cause, ...]
@@ -42,6 +42,7 @@ class Finding:
     requests: int = 0
     tokens: int = 0
     by_rules: list[int] = field(default_factory=list)
+    written: list[Written] = field(default_factory=list)
     first_token: int = 0
     last_token: int = 0
 
@@ -61,6 +62,7 @@ class RuleTotals:
     no_breakpoint: int = 0
     too_short: int = 0
     partial_step: int = 0
+    written: Written = field(default_factory=Written)
 
     def add(self, reuse: Reuse) -> None:
         """One more prompt."""
@@ -69,6 +71,7 @@ class RuleTotals:
         self.no_breakpoint += reuse.no_breakpoint
         self.too_short += reuse.too_short
         self.partial_step += reuse.partial_step
+        self.written = self.written.plus(reuse.written)
 
 
 @dataclass(slots=True)
@@ -122,6 +125,11 @@ class Diagnosis:
     token_method: str
     forgotten_bytes: int
     memory_bytes: int
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """1 request, 2,000 requests."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def masked(text: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvire.core.errors import ConfigError
-from kvire.doctor.rules import CacheRules
+from kvire.doctor.rules import CacheRules, Written
 from kvire.plan.prices import MILLION, Price, PriceTable
 
 
@@ -17,12 +17,14 @@ class Offer:
     rules: int
     in_log: bool
 
-    def saved_usd(self, tokens: int) -> float:
-        """What it saves to have so many tokens of prompts found: each would else be written where writing is priced,
-        and be plain input where it is not.
+    def saved_usd(self, found_tokens: int, written: Written) -> float:
+        """Against no cache: what tokens found cost less than input, less what tokens written cost more. Below 0 where
+        too little of what is written is found again.
         """
-        missed = self.price.cache_write.get("5m", self.price.input)
-        return tokens * (missed - self.price.cached_input) / MILLION
+        price = self.price
+        found = found_tokens * (price.input - price.cached_input)
+        short, hour = (price.cache_write.get(ttl, price.input) - price.input for ttl in ("5m", "1h"))
+        return (found - written.five_minutes * short - written.hour * hour) / MILLION
 
 
 class Offers:

@@ -19,10 +19,12 @@ def diagnosis_page(values: dict[str, Any]) -> Page:
     page.figure(_shares(values), "Shares of all prompt tokens.")
     page.heading("Providers").text(
         "What each cache would give back of these very prompts, and what its rules cost: prefixes that expired, that "
-        "no breakpoint ends, that are too short, or cut to whole steps. Tokens; USD saved by what is found. A star "
-        "marks models that the log does not ask for."
+        "no breakpoint ends, that are too short, or cut to whole steps. Tokens; USD saved against no cache, less what "
+        "writing costs. A star marks models that the log does not ask for."
     )
     page.table(*text.provider_rows(values))
+    for line in text.losses(values):
+        page.note(line)
     page.heading("Where prompts part that are otherwise the same")
     if not values["findings"]:
         page.text("No cause was found: where prompts part, they go on with other text.")

@@ -16,6 +16,7 @@ LOOKBACK_POSITIONS = 20
 MARKS = re.compile(PART + rb"(.)", re.DOTALL)
 RUNS = (CALL, RESULT)
 MOST_BREAKPOINTS = 4
+HOUR_S = 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +35,39 @@ class CacheRules:
         return tokens - tokens % self.step_tokens if tokens >= self.min_tokens else 0
 
 
+class Written(NamedTuple):
+    """Tokens written into a cache, by how long they live there. Of what a mended cause changes: so many more."""
+
+    five_minutes: int = 0
+    hour: int = 0
+
+    def plus(self, other: "Written") -> "Written":
+        """Both together."""
+        return Written(self.five_minutes + other.five_minutes, self.hour + other.hour)
+
+
 class Reuse(NamedTuple):
-    """Tokens of one prompt: those that a cache gives back, and those that it could have, by what was in the way."""
+    """Tokens of one prompt: those that a cache gives back, and those that it could have, by what was in the way.
+    written: where writing is priced; where breakpoints are assumed, by the earlier prompt that this one finds.
+    """
 
     tokens: int
     too_old: int
     no_breakpoint: int
     too_short: int
     partial_step: int
+    written: Written
 
 
 def reuse(rules: CacheRules, steps: Sequence[Step], prompt: Prompt, ruler: Ruler, now_s: float | None) -> Reuse:
     """What a cache with these rules has of a prompt. now_s: None where times are not known: nothing expires."""
     shared = _shared_tokens(ruler, steps[-1].end if steps else 0)
+    written = Written()
     if rules.explicit and prompt.breakpoints is not None:
-        written, alive = _entries(steps, prompt, now_s)
-        in_reach, fresh = _shared_tokens(ruler, written), _shared_tokens(ruler, alive)
+        ever, alive = _entries(steps, prompt, now_s)
+        in_reach, fresh = _shared_tokens(ruler, ever), _shared_tokens(ruler, alive)
         too_old, no_breakpoint = in_reach - fresh, shared - in_reach
+        written = _written(rules, prompt, ruler, ruler.before(alive) if rules.whole_steps(fresh) else 0)
     else:
         # Whoever came by a step came by all before it: the last that is fresh has only fresh ones before it.
         end = next((step.end for step in reversed(steps) if _is_fresh(step.used_s, now_s, rules.ttl_s)), 0)
@@ -58,8 +75,10 @@ def reuse(rules: CacheRules, steps: Sequence[Step], prompt: Prompt, ruler: Ruler
         fresh = _shared_tokens(ruler, whole_parts(prompt.text, end)) if rules.explicit else young
         too_old, no_breakpoint = shared - young, young - fresh
     tokens = rules.whole_steps(fresh)
+    if rules.explicit and prompt.breakpoints is None:
+        written = Written(tokens - min(tokens, _read_before(rules, steps, prompt, ruler, now_s)))
     too_short = fresh if fresh < rules.min_tokens else 0
-    return Reuse(tokens, too_old, no_breakpoint, too_short, fresh - tokens - too_short)
+    return Reuse(tokens, too_old, no_breakpoint, too_short, fresh - tokens - too_short, written)
 
 
 def reuse_after_fix(
@@ -82,6 +101,22 @@ def reuse_after_fix(
     return rules.whole_steps(min(tokens, ruler.tokens - 1))
 
 
+def written_after_fix(
+    rules: CacheRules, prompt: Prompt, before: int, after: int, ruler: Ruler, *, is_first: bool
+) -> Written:
+    """How many tokens more are written if a cache gives back `after` tokens of a prompt instead of `before`.
+
+    Where the prompt's breakpoints had them written, so many fewer. Where breakpoints are assumed, only what is found
+    again is written: these tokens once, for the first prompt that finds them.
+    """
+    if not rules.explicit:
+        return Written()
+    if prompt.breakpoints is None:
+        return Written(after - before if is_first else 0)
+    hour = max(0, min(after, _marked(rules, prompt, ruler, HOUR_S)) - before)
+    return Written(hour - (after - before), -hour)
+
+
 def entries_written(steps: Sequence[Step], prompt: Prompt, now_s: float | None) -> list[tuple[int, int]]:
     """What a request with breakpoints leaves in the cache: ends in bytes and seconds to live; 0 for what it read."""
     entries = dict((prompt.breakpoints or ())[:MOST_BREAKPOINTS])
@@ -96,6 +131,34 @@ def whole_parts(text: bytes, end: int) -> int:
     if end >= len(text) or not text.startswith(PART):
         return end
     return max(text.rfind(PART, 0, end + 1), 0)
+
+
+def _written(rules: CacheRules, prompt: Prompt, ruler: Ruler, read: int) -> Written:
+    """What a prompt of which `read` tokens were found has written: to the last mark for an hour, then to the last.
+
+    As Anthropic bills mixed lifetimes (its prompt caching guide). A prefix below the minimum is not written.
+    """
+    hour, last = (_marked(rules, prompt, ruler, ttl_s) for ttl_s in (HOUR_S, 0))
+    return Written(max(0, last - max(hour, read)), max(0, hour - read))
+
+
+def _marked(rules: CacheRules, prompt: Prompt, ruler: Ruler, least_s: int) -> int:
+    """Tokens up to the last breakpoint for at least so long; 0 if there is none that ends enough for a cache."""
+    marked = max((at for at, ttl_s in (prompt.breakpoints or ())[:MOST_BREAKPOINTS] if ttl_s >= least_s), default=0)
+    tokens = ruler.before(marked)
+    return tokens if tokens >= rules.min_tokens else 0
+
+
+def _read_before(rules: CacheRules, steps: Sequence[Step], prompt: Prompt, ruler: Ruler, now_s: float | None) -> int:
+    """Where breakpoints are assumed: tokens that the last prompt on this way found itself, so had not written."""
+    end = 0
+    for step in steps:
+        before_s, then_s = step.used_before_s, None if now_s is None else step.used_s
+        if before_s is None or not _is_fresh(step.used_s, now_s, rules.ttl_s):
+            break  # nobody came by twice from here on, or too long ago
+        if _is_fresh(before_s, then_s, rules.ttl_s):
+            end = step.end
+    return rules.whole_steps(_shared_tokens(ruler, whole_parts(prompt.text, end)))
 
 
 def _entries(steps: Sequence[Step], prompt: Prompt, now_s: float | None) -> tuple[int, int]:

@@ -7,6 +7,8 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from kvire.doctor.findings import counted
+
 MOST_FINDINGS = 10
 LOSSES = {
     "expired": "expired",
@@ -32,7 +34,8 @@ def headline(values: dict[str, Any]) -> str:
         said += f" With what is listed below mended, it would be {after:.1%}."
     if (measured := values["measured"]) is not None:
         said += f" Really cached, by the log's own usage: {measured['share']:.1%}"
-        said += f" (of {measured['ideal_share']:.1%} possible in these {measured['requests']:,} requests)."
+        requests = counted(measured["requests"], "request")
+        said += f" (of {measured['ideal_share']:.1%} possible in the {requests} with usage)."
     return said
 
 
@@ -40,9 +43,8 @@ def basis(values: dict[str, Any]) -> str:
     """What the figures rest on."""
     hours = values["hours"]
     time = "" if hours is None else f" over {hours:,.1f} h" if hours >= 1 else f" over {60 * hours:.0f} min"
-    return (
-        f"{values['requests']:,} requests{time}, {values['prompt_tokens']:,} prompt tokens ({values['token_method']})."
-    )
+    tokens = counted(values["prompt_tokens"], "prompt token")
+    return f"{counted(values['requests'], 'request')}{time}, {tokens} ({values['token_method']})."
 
 
 def malformed(values: dict[str, Any]) -> str | None:
@@ -52,7 +54,12 @@ def malformed(values: dict[str, Any]) -> str | None:
     first = ", ".join(
         f"{_place(one['line'], one['log'])} ({one['reason']})" for one in values["malformed"]["first"][:3]
     )
-    return f"{values['malformed']['lines']:,} malformed lines skipped, first: {first}."
+    return f"{counted(values['malformed']['lines'], 'malformed line')} skipped, first: {first}."
+
+
+def losses(values: dict[str, Any]) -> list[str]:
+    """The providers where caching these prompts costs more than no cache at all, a sentence each."""
+    return [_loss(one) for one in values["providers"] if one["saved_usd"] < 0]
 
 
 def provider_rows(values: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -108,7 +115,7 @@ def example_line(finding: dict[str, Any]) -> str:
 
 def usd(amount: float) -> str:
     """Cents where it is little."""
-    return f"{amount:,.2f}" if amount >= 1 else f"{amount:.4f}" if amount else "0"
+    return f"{amount:,.2f}" if abs(amount) >= 1 else f"{amount:.4f}" if amount else "0"
 
 
 def _blocks(values: dict[str, Any]) -> list[RenderableType]:
@@ -117,6 +124,7 @@ def _blocks(values: dict[str, Any]) -> list[RenderableType]:
         blocks.append(f"[yellow]{escape(skipped)}[/]")
     blocks += [f"[yellow]{escape(note)}[/]" for note in values["notes"]]
     blocks.append(_providers(values))
+    blocks += [f"[yellow]{escape(line)}[/]" for line in losses(values)]
     if values["findings"]:
         blocks.append("\n[bold]Where prompts part that are otherwise the same[/]")
         blocks += [_shown(number, one) for number, one in enumerate(values["findings"][:MOST_FINDINGS], 1)]
@@ -144,7 +152,8 @@ def _shown(number: int, finding: dict[str, Any]) -> RenderableType:
     saved = [f"USD {usd(one['usd_per_1000_requests'])} ({one['model']})" for one in finding["saved"] if one["usd"]]
     if (own := finding["prefill_s_per_1000_requests"]) is not None:
         saved.append(f"{own:,.1f} s of prefill on your hardware")
-    worth = f"{finding['requests']:,} requests, {finding['tokens']:,} tokens ({finding['share']:.1%}). "
+    requests, tokens = counted(finding["requests"], "request"), counted(finding["tokens"], "token")
+    worth = f"{requests}, {tokens} ({finding['share']:.1%}). "
     worth += f"Mending it saves, per 1,000 requests: {', '.join(saved)}." if saved else NOTHING_SAVED
     lines = (worth, example_line(finding), finding["advice"])
     return Group(
@@ -155,6 +164,15 @@ def _shown(number: int, finding: dict[str, Any]) -> RenderableType:
 
 def _offer(provider: dict[str, Any]) -> str:
     return f"{provider['provider']} {provider['model']}" + ("" if provider["in_log"] else " *")
+
+
+def _loss(provider: dict[str, Any]) -> str:
+    written = counted(sum(provider["written_tokens"].values()), "token")
+    return (
+        f"Caching costs more than it saves as sent to {provider['provider']} {provider['model']}: "
+        f"USD {usd(-provider['saved_usd'])} more than without a cache. {written} would be written, dearer than "
+        f"input, and only {provider['cached_tokens']:,} found: set breakpoints only behind what comes back."
+    )
 
 
 def _place(line: int, log: str) -> str:

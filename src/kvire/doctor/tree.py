@@ -14,22 +14,28 @@ NODE_BYTES = 500
 class Node:
     """A run of bytes after its parent's. Everybody who came by came by all of it.
 
-    used_s: when the last one did. line: in which line of the log that was. turn: as which of all prompts, from 1.
+    used_s: when the last one did; used_before_s: the one before, None if there was none. line: in which line of the log
+    the last one was. turn: as which of all prompts, from 1.
     kept_until_s, kept_for_s: when the provider's entry that ends here expires, and how long a read prolongs it; 0 if
-    nobody had one written here.
+    nobody had one written here. mended: by which rules (bits) a prompt that ends here would be in the cache if causes
+    were mended.
     """
 
-    __slots__ = ("children", "kept_for_s", "kept_until_s", "label", "line", "parent", "turn", "used_s")
+    __slots__ = (
+        "children", "kept_for_s", "kept_until_s", "label", "line", "mended", "parent", "turn", "used_before_s", "used_s"
+    )  # fmt: skip
 
     def __init__(self, label: bytes, parent: "Node | None", used_s: float, line: int, turn: int) -> None:
         self.label = label
         self.parent = parent
         self.children: dict[int, Node] = {}
         self.used_s = used_s
+        self.used_before_s: float | None = None
         self.line = line
         self.turn = turn
         self.kept_until_s = 0.0
         self.kept_for_s = 0
+        self.mended = 0
 
     def text(self) -> bytes:
         """All bytes from the root to here."""
@@ -39,6 +45,15 @@ class Node:
             labels.append(node.label)
             node = node.parent
         return b"".join(reversed(labels))
+
+    def mended_on_the_way(self) -> int:
+        """The rules (bits) by which this prompt, or one that it begins with, would be in the cache."""
+        mended = self.mended
+        node = self.parent
+        while node is not None:
+            mended |= node.mended
+            node = node.parent
+        return mended
 
     def latest(self, before_turn: int) -> "Node":
         """The end of the last prompt that went on from here, of those before another."""
@@ -53,6 +68,7 @@ class Step(NamedTuple):
 
     end: int
     used_s: float
+    used_before_s: float | None
     kept_until_s: float
 
 
@@ -110,7 +126,8 @@ class PrefixTree:
         while (child := node.children.get(text[depth] if depth < len(text) else -1)) is not None:
             common = common_prefix(text, depth, child.label, 0)
             whole = common == len(child.label)
-            steps.append(Step(depth + common, child.used_s, child.kept_until_s if whole else 0.0))
+            kept_until_s = child.kept_until_s if whole else 0.0
+            steps.append(Step(depth + common, child.used_s, child.used_before_s, kept_until_s))
             node = child if whole else self._split(child, common)
             depth += common
             self._came_by(node, now_s, line)
@@ -142,7 +159,7 @@ class PrefixTree:
             node.kept_until_s = max(node.kept_until_s, now_s + node.kept_for_s)
 
     def _came_by(self, node: Node, now_s: float, line: int) -> None:
-        node.used_s = max(node.used_s, now_s)
+        node.used_s, node.used_before_s = max(node.used_s, now_s), node.used_s
         node.line, node.turn = line, self.turns
         if node in self._leaves:
             self._leaves.move_to_end(node)
@@ -152,6 +169,7 @@ class PrefixTree:
         parent = lower.parent
         assert parent is not None and 0 < length < len(lower.label)
         upper = Node(lower.label[:length], parent, lower.used_s, lower.line, lower.turn)
+        upper.used_before_s = lower.used_before_s
         parent.children[upper.label[0]] = upper
         lower.label = lower.label[length:]
         lower.parent = upper

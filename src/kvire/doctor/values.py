@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvire.doctor.causes import Cause
-from kvire.doctor.findings import Diagnosis, Finding, RuleTotals, Totals, masked, shortened
+from kvire.doctor.findings import Diagnosis, Finding, RuleTotals, Totals, counted, masked, shortened
 from kvire.doctor.money import Offer, Offers
 
 SCHEMA = "kvire.doctor/1"
@@ -57,12 +57,13 @@ def notes(diagnosis: Diagnosis) -> list[str]:
     said = []
     if totals.timed < totals.requests:
         said.append(
-            f"{totals.requests - totals.timed:,} of {totals.requests:,} requests have no time: for them no cached "
-            "prefix expires, so their figures per provider are upper bounds."
+            f"{totals.requests - totals.timed:,} of {counted(totals.requests, 'request')} without a time: for them no "
+            "cached prefix expires, so their figures per provider are upper bounds."
         )
     if totals.backwards:
         said.append(
-            f"{totals.backwards:,} requests are older than the one before: sort the log by time for true lifetimes."
+            f"{counted(totals.backwards, 'request')} older than the one before: sort the log by time for true "
+            "lifetimes."
         )
     if diagnosis.forgotten_bytes:
         said.append(
@@ -72,21 +73,22 @@ def notes(diagnosis: Diagnosis) -> list[str]:
         )
     if totals.incomplete:
         said.append(
-            f"{totals.incomplete:,} requests go on with a conversation that the provider keeps: their prompts are not "
-            "in the log, and they are in no figure here."
+            f"{counted(totals.incomplete, 'request')} of a conversation that the provider keeps: such prompts are not "
+            "in the log, and in no figure here."
         )
     if totals.media:
-        said.append(f"{totals.media:,} images or files: compared by digest, their tokens not counted.")
+        media = counted(totals.media, "image or file", "images or files")
+        said.append(f"{media}: compared by digest, with no tokens counted.")
     if totals.without_breakpoint:
         said.append(
-            f"{totals.without_breakpoint:,} of {totals.with_breakpoints_api:,} Anthropic requests set no "
+            f"{totals.without_breakpoint:,} of {counted(totals.with_breakpoints_api, 'Anthropic request')} without "
             "cache_control: nothing of them is cached. Set a breakpoint behind tools and system prompt, "
             "and one at the last message."
         )
     if totals.too_many_breakpoints:
         said.append(
-            f"{totals.too_many_breakpoints:,} requests set more than 4 cache_control breakpoints, which the API "
-            "refuses; the first 4 are counted here."
+            f"{counted(totals.too_many_breakpoints, 'request')} with more than 4 cache_control breakpoints, which the "
+            "API refuses; the first 4 are counted here."
         )
     return said
 
@@ -110,21 +112,22 @@ def _finding(
         "last_token": finding.last_token,
         "advice": finding.advice,
         "example": shown,
-        "saved": [
-            {
-                "provider": offer.price.provider,
-                "model": offer.price.model,
-                "tokens": finding.by_rules[offer.rules],
-                "usd": offer.saved_usd(finding.by_rules[offer.rules]),
-                "usd_per_1000_requests": offer.saved_usd(finding.by_rules[offer.rules])
-                * PER_REQUESTS
-                / totals.requests,
-            }
-            for offer in offers
-        ],
+        "saved": [_saved(offer, finding, totals) for offer in offers],
         "prefill_s_per_1000_requests": None
         if prefill_tok_s is None
         else finding.tokens / prefill_tok_s * PER_REQUESTS / totals.requests,
+    }
+
+
+def _saved(offer: Offer, finding: Finding, totals: Totals) -> dict[str, Any]:
+    tokens = finding.by_rules[offer.rules]
+    usd = offer.saved_usd(tokens, finding.written[offer.rules])
+    return {
+        "provider": offer.price.provider,
+        "model": offer.price.model,
+        "tokens": tokens,
+        "usd": usd,
+        "usd_per_1000_requests": usd * PER_REQUESTS / totals.requests,
     }
 
 
@@ -142,7 +145,8 @@ def _provider(offer: Offer, by_rules: RuleTotals, totals: Totals) -> dict[str, A
         },
         "cached_tokens": by_rules.cached,
         "share": _share(by_rules.cached, totals.prompt_tokens),
-        "saved_usd": offer.saved_usd(by_rules.cached),
+        "written_tokens": {"5m": by_rules.written.five_minutes, "1h": by_rules.written.hour},
+        "saved_usd": offer.saved_usd(by_rules.cached, by_rules.written),
         "lost_tokens": {
             "expired": by_rules.too_old,
             "no_breakpoint": by_rules.no_breakpoint,

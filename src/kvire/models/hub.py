@@ -1,6 +1,7 @@
 """Models from the Hugging Face hub: its local cache first, the network only for what is not there."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from kvire.core.errors import KvireError, ModelNotFoundError, UnsupportedModelError
@@ -43,6 +44,26 @@ def find_in_hub(name: str, *, download: bool = True) -> Path:
             "never loads them: look for a safetensors conversion of the model."
         )
     return folder
+
+
+def find_config_in_hub(name: str, say: Callable[[str], None]) -> Path:
+    """config.json of a hub model, without its weights. say: is told before the network is asked, which takes time.
+
+    Raises ModelNotFoundError.
+    """
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415
+    from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(hf_hub_download(name, "config.json", local_files_only=True))
+    except LocalEntryNotFoundError:
+        say(f"asking the hub for the config of {name}")
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except LocalEntryNotFoundError as error:
+        raise ModelNotFoundError(_no_network(name)) from error
+    except Exception as error:  # the hub client raises errors of its HTTP library as well as its own
+        raise ModelNotFoundError(_explained(name, error)) from error
 
 
 def _cached(name: str) -> Path | None:

@@ -9,7 +9,7 @@ from kvire.plan.plan import Plan, device_tokens, ttfts
 from kvire.plan.prices import bill, own_usd_per_million, price_table, years_until_worn
 from kvire.plan.shape import Shape, Storage
 from kvire.plan.sizing import CONTEXTS, Memory, growth, longest_context, parity_tokens, parity_users, users
-from kvire.plan.verdict import Demand, Offer, decide, kept_bytes_per_token, offers
+from kvire.plan.verdict import Demand, Offer, decide, offers, stored_bytes_per_token
 
 SCHEMA = "kvire.plan/1"
 LEAST_YEARS = 3.0  # that a disk should last: over so long the tiers' prices are written off
@@ -44,6 +44,11 @@ def notes(plan: Plan) -> list[str]:
         size = draft.elements_per_token
         more = "" if size == 0 else f"; an engine that uses them keeps {size:,} more numbers a token"
         found.append(f"{draft.layers} draft layer(s) ({draft.field}) are not counted{more}")
+    if plan.shape.states:
+        found.append(
+            "what a store keeps has one recurrent state for each sequence; whether an engine stores more of them, or "
+            "any, is not known (Kvire's engine refuses such models)"
+        )
     if plan.storage.tp > 1:
         found.append(f"KV is the sum over {plan.storage.tp} ranks: what does not divide among them is kept by each")
     if (limit := plan.shape.context_tokens) is not None and plan.use.context > limit:
@@ -98,6 +103,7 @@ def _kv(plan: Plan) -> dict[str, Any]:
         "growing_bytes_per_token": shape.growing_bytes(storage),
         "window_bytes_per_sequence": shape.window_bytes(storage),
         "state_bytes_per_sequence": shape.state_bytes(storage),
+        "stored_bytes_per_token": shape.stored_bytes(storage),
         "context_tokens": context,
         "sequence_bytes": shape.sequence_bytes(context, storage),
         "all_users_bytes": plan.use.users * shape.sequence_bytes(context, storage),
@@ -268,7 +274,7 @@ def _wear(plan: Plan) -> dict[str, Any] | None:
     fresh = plan.prompt.new_tokens + plan.money.output_tokens
     if plan.curve is not None:
         fresh = round(plan.prompt.tokens * (1 - plan.curve.ideal)) + plan.money.output_tokens
-    each = kept_bytes_per_token(plan.shape, plan.storage, plan.use.context)
+    each = stored_bytes_per_token(plan.shape, plan.storage, plan.use.context)
     per_day = 24 * plan.money.requests_per_hour * fresh * each
     endurance = plan.money.endurance_bytes
     years = None if endurance is None else years_until_worn(per_day, endurance)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from kvire.core.errors import ConfigError
-from kvire.core.spec import KV_DTYPE_BYTES, KVGroup, KVSpec
+from kvire.core.spec import KV_DTYPE_BYTES, KVGroup, KVSpec, LayerKind
 
 # fp8: e4m3 with one scale per tensor, kept with the weights; so nothing per token beyond the numbers themselves.
 KEPT_BYTES = {**KV_DTYPE_BYTES, "fp8": 1}
@@ -158,6 +158,15 @@ class Shape:
         windows = ((g, g.window) for g in self.groups if g.window is not None)
         return storage.tp * sum(group_bytes(g, window, replace(storage, block_tokens=1)) for g, window in windows)
 
+    def stored_bytes(self, storage: Storage) -> int:
+        """Bytes that a store keeps of one more token of one sequence, all ranks together; a block's padding shared out.
+
+        It keeps every block of every layer, also what has left a window: another prompt may part anywhere. Recurrent
+        states are not in it.
+        """
+        block = sum(group_bytes(_whole(g), storage.block_tokens, storage) for g in self.groups)
+        return storage.tp * (-(-block // storage.block_tokens) + self._index_bytes(storage))
+
     def state_bytes(self, storage: Storage) -> int:
         """Bytes that recurrent layers keep per sequence, on all ranks together."""
         return sum(
@@ -208,6 +217,11 @@ def group_bytes(group: KVGroup, tokens: int, storage: Storage) -> int:
     if storage.dtype == "fp8":
         return blocks * size * own.elements_per_token
     return blocks * KVSpec((own,), storage.dtype, size).block_bytes(0)
+
+
+def _whole(group: KVGroup) -> KVGroup:
+    """The same as if nothing left its window."""
+    return group if group.window is None else replace(group, kind=LayerKind.FULL, window=None)
 
 
 def _share(heads: int, tp: int, what: str) -> int:

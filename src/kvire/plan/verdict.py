@@ -112,7 +112,7 @@ def mean_ttft_s(shape: Shape, storage: Storage, who: Machine, prompt: Prompt, sh
 
 
 def _offer(shape: Shape, storage: Storage, who: Machine, tier: Tier, size: int, demand: Demand) -> Offer:
-    each = kept_bytes_per_token(shape, storage, demand.prompt.tokens)
+    each = stored_bytes_per_token(shape, storage, demand.prompt.tokens)
     tokens = int(size / each)
     base = demand.curve.hit_rate(demand.device_tokens)
     # Not the sum: every block is written to every tier, so a tier has what the device has, as far as it reaches.
@@ -141,14 +141,19 @@ def _offer(shape: Shape, storage: Storage, who: Machine, tier: Tier, size: int, 
 
 
 def kept_bytes_per_token(shape: Shape, storage: Storage, context: int) -> float:
-    """Mean bytes of a kept token, of sequences of that length: windows and states shared out."""
+    """Mean bytes of a token kept on the device, of sequences of that length: windows and states shared out."""
     return shape.sequence_bytes(context, storage) / context
+
+
+def stored_bytes_per_token(shape: Shape, storage: Storage, context: int) -> float:
+    """Mean bytes of a token in a store, of sequences of that length: layers with windows in full, a state for each."""
+    return shape.stored_bytes(storage) + shape.state_bytes(storage) / context
 
 
 def _sizes(shape: Shape, storage: Storage, tier: Tier, demand: Demand) -> list[int]:
     if tier.capacity_bytes is not None:
         return [tier.capacity_bytes]
-    end = demand.curve.points[-1][0] * kept_bytes_per_token(shape, storage, demand.prompt.tokens)
+    end = demand.curve.points[-1][0] * stored_bytes_per_token(shape, storage, demand.prompt.tokens)
     return [max(1, int(end * share)) for share in SIZES]
 
 

@@ -25,6 +25,18 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenKV:
+    """bytes_per_token: what a store keeps of one. model, kv_dtype: whose, and kept as what; None where only the number
+    was given. state_bytes_per_sequence: of recurrent layers, which belong to no token and are in no size.
+    """
+
+    bytes_per_token: int
+    model: str | None = None
+    kv_dtype: str | None = None
+    state_bytes_per_sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TierSize:
     """A tier of the store. name: memory, or disk."""
 
