@@ -1,5 +1,6 @@
 """A report as a run would make it, from answers whose times a test knows."""
 
+from dataclasses import replace
 from typing import Any
 
 from kvire.bench.arm import Measured
@@ -17,8 +18,11 @@ NOISE = (1.0, 1.1, 0.95, 1.05, 0.9)  # of the machine, in each repeat
 DOUBT = "3.0 MB of the store lay in the page cache before"
 
 
-def made_report(slower: float = 1.0) -> dict[str, Any]:
-    """States E, G, D (unproved), Z; G is ten times as fast as Z in every repeat, and one of its answers differs."""
+def made_report(slower: float = 1.0, failing: State | None = None) -> dict[str, Any]:
+    """States E, G, D (unproved), Z; G is ten times as fast as Z in every repeat, and one of its answers differs.
+
+    failing: a state in which another request of each repeat failed, that took 100 s in the others; None: no such one.
+    """
     settings = Settings(
         workloads=("docqa",), contexts=(1024,), at_once=(1,), states=tuple(TTFT_S), nonce="n", scripts=1
     )  # fmt: skip
@@ -28,10 +32,10 @@ def made_report(slower: float = 1.0) -> dict[str, Any]:
             cell,
             repeat,
             state,
-            _pass(state, TTFT_S[state] * NOISE[repeat - 1] * slower, repeat),
+            _pass(state, TTFT_S[state] * NOISE[repeat - 1] * slower, repeat, failing),
             _proof(state),
-            (0.9,),
-            True,
+            (0.9, 0.9),
+            state is not State.E,
         )
         for repeat in range(1, 6)
         for state in TTFT_S
@@ -41,6 +45,7 @@ def made_report(slower: float = 1.0) -> dict[str, Any]:
         "weights_bytes": 10**8,
         "kv_dtype": "float32",
         "kv_bytes_per_token": 46_080,
+        "kv_groups": [{"bytes_per_token": 46_080.0, "window": None}],
         "block_tokens": 16,
     }
     arm = {
@@ -71,7 +76,7 @@ def _proof(state: State) -> Proof:
     return Proof(("as it should be",), (DOUBT,) if state is State.D else ())
 
 
-def _pass(state: State, ttft_s: float, repeat: int) -> Pass:
+def _pass(state: State, ttft_s: float, repeat: int, failing: State | None) -> Pass:
     cached = 900 if state in {State.G, State.D} else 0
     cache = {"device_tokens": cached, "memory_tokens": 0, "disk_tokens": 0, "remote_tokens": 0, "miss": "complete"}
     usage = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": cached}}
@@ -80,4 +85,8 @@ def _pass(state: State, ttft_s: float, repeat: int) -> Pass:
     timing = {"ttft_s": ttft_s - 0.01}
     answer = Answer(times, pieces, times[-1], usage, {"cache": cache, "timing": timing})
     prompt = Prompt((message("user", "x"),), 3)
-    return Pass((Sample(0, 0, prompt, 0.0, answer),), times[-1] + 0.1, 0.05)
+    samples = [Sample(0, 0, prompt, 0.0, answer)]
+    if failing is not None:
+        slow = replace(answer, at_s=(100.0,), pieces=("a",), end_s=100.0)
+        samples.append(Sample(1, 0, prompt, 0.0, replace(slow, error="timeout") if state is failing else slow))
+    return Pass(tuple(samples), times[-1] + 0.1, 0.05)

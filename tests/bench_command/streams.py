@@ -29,6 +29,11 @@ def scripted(script: Script, status: int = 200) -> Iterator[tuple[str, list[dict
                 self.wfile.write(f"{line}\n\n".encode())
                 self.wfile.flush()
 
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"data": []}')
+
         def log_message(self, *_: object) -> None:
             pass
 

@@ -14,6 +14,7 @@ from server.serving import running, tiny_engine
 
 from kvire.bench import results
 from kvire.cli.bench_arms import arms_of, without_secrets
+from kvire.core.errors import ConfigError
 
 
 @pytest.fixture
@@ -37,8 +38,8 @@ def test_a_run_writes_what_it_prints(bench, tmp_path):
         (arm, workload, context, state)
         for arm in "AB"
         for workload, context in (("docqa", 300), ("docqa", 500), ("shortchat", 60))
-        for state in "EWZ"
-    }
+        for state in ("E", "unproved" if workload == "shortchat" else "W", "Z")
+    }, "of a short chat, what is reused may be the chat template's beginning"
     assert "W warm" in out and "B over A, repeat by repeat" in out and "order statistics" in out
     assert f"written: {files[0]} written: {files[1]}" in err
     assert files[1].read_text().startswith("<!doctype html>")
@@ -61,6 +62,7 @@ def test_a_trace_is_replayed(bench, tmp_path):
     assert empty["summary"]["ideal_hit_rate"] == pytest.approx(0.5, abs=0.1)
     assert empty["summary"]["hit_rate"] == pytest.approx(empty["summary"]["ideal_hit_rate"], abs=0.1)
     assert [round(sample["sent_s"], 1) for sample in empty["samples"]] == [0.0, 0.1, 0.2, 0.3]
+    assert empty["summary"]["speedup"]["median"] > 0, "both states sent the same prompts, but for a mark"
 
 
 def test_the_default_measures_every_state_of_the_embedded_model(bench, monkeypatch):
@@ -85,6 +87,19 @@ def test_the_default_measures_every_state_of_the_embedded_model(bench, monkeypat
     assert [arm.options for arm in asked["arms"].values()] == [(), ("--no-store",)]
 
 
+def test_a_full_disk_does_not_cost_the_table(bench, monkeypatch, tmp_path):
+    monkeypatch.setattr("kvire.bench.run.measure", lambda *_, **__: made_report())
+    monkeypatch.setattr("kvire.cli.bench_arms.token_ids", lambda *_: lambda prompt: tuple(prompt.text.encode()))
+
+    def full(*_):
+        raise ConfigError("cannot write: No space left on device")
+
+    monkeypatch.setattr("kvire.bench.results.write", full)
+    code, out, err = bench("--json", tmp_path / "report.json")
+    assert code == 2 and "No space left" in err
+    assert "device-warm" in out and "no state is named" in out
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
@@ -97,6 +112,16 @@ def test_the_default_measures_every_state_of_the_embedded_model(bench, monkeypat
         (["--options", "--kv-dtype 'float16"], "cannot be read"),
         (["--options", "--no-store", "--state", "D"], "state D needs a store"),
         (["--slo", "fast"], "--slo is written as"),
+        (["--slo", "ttft=inf"], "--slo is written as"),
+        (["--rate", "inf"], "--rate is a number"),
+        (["--timeout", "inf"], "--timeout lies between"),
+        (["--timeout", "nan"], "--timeout lies between"),
+        (["--state", ""], "--state names no state"),
+        (["--state", "GW"], "states G and W find the same"),
+        (["--options", "--kv-dtype float8"], "--kv-dtype is one of float32"),
+        (["--options", "--block-size many"], "--block-size is a whole number"),
+        (["--options", "--block-size=0"], "--block-size is a whole number"),
+        (["--model", "smollm2", "--url", "http://127.0.0.1:9/v1"], "whose model --served-name names"),
         (["--json", "/nowhere/report.json"], "cannot write /nowhere/report.json"),
         (["--html", "."], "cannot write ."),
         (["--url", "http://127.0.0.1:9/v1", "--state", "D"], "cannot be proved of a server behind a URL"),
@@ -109,7 +134,7 @@ def test_the_default_measures_every_state_of_the_embedded_model(bench, monkeypat
     ],
 )
 def test_mistakes_end_with_status_2_and_say_what_to_do(bench, tiny_model, args, says):
-    code, _, err = bench(*([] if "--model" in args else ["--model", tiny_model]), *args)
+    code, _, err = bench(*([] if {"--model", "--url"} & {*args} else ["--model", tiny_model]), *args)
     assert code == 2 and says in err, err
 
 
@@ -180,7 +205,7 @@ def test_each_server_is_told_its_own_key():
         server.keys = []
         threading.Thread(target=server.serve_forever, daemon=True).start()
     url, against = (f"http://127.0.0.1:{server.server_port}/v1" for server in servers)
-    given = dict.fromkeys(("options", "store", "remote", "served_name", "no_reuse", "against_key"))
+    given = dict.fromkeys(("model", "options", "store", "remote", "served_name", "no_reuse", "against_key"))
     given |= {"url": url, "against": against, "api_key": "k1", "timeout": 10.0}
     for options in (given, given | {"against_key": "k2"}):
         arms_of(options, SimpleNamespace(states=()))

@@ -1,10 +1,12 @@
 """What counts as the first token, what is counted as an error, and what the request asks for."""
 
 import socket
+from time import sleep
 
 import pytest
 from bench_command.streams import DONE, END, piece, scripted, usage
 
+from kvire.bench import client
 from kvire.bench.client import Endpoint, ask, first_model
 from kvire.core.errors import ConfigError
 
@@ -66,6 +68,14 @@ def test_drops_that_never_fall_silent_still_end():
         assert answer.end_s < 1.0
 
 
+def test_the_clock_starts_when_the_address_has_been_read(monkeypatch):
+    """With https, certificates are read then."""
+    connect = client.connect
+    monkeypatch.setattr(client, "connect", lambda endpoint: (sleep(PAUSE_S), connect(endpoint))[1])
+    answer, _ = answered([piece("a"), END, DONE])
+    assert answer.error is None and answer.ttft_s < PAUSE_S
+
+
 def test_nobody_there():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -73,6 +83,8 @@ def test_nobody_there():
         assert ask(nowhere, [], 1).error == "connection"
         with pytest.raises(ConfigError, match="is the server running"):
             first_model(nowhere)
+    with scripted([]) as (url, _), pytest.raises(ConfigError, match="name one with --served-name"):
+        first_model(Endpoint(url, "m"))
     for url in ("127.0.0.1:8000", "ftp://host/v1", "http://host:port/v1"):
         with pytest.raises(ConfigError, match="is no address"):
             first_model(Endpoint(url, "m"))

@@ -4,12 +4,15 @@ import random
 
 import pytest
 
-from kvire.bench.ideal import Seen, reusable
+from kvire.bench.ideal import Seen, ceiling, reusable
 from kvire.bench.intervals import median_interval, quantile, ratio_interval
 from kvire.bench.load import Loop
 from kvire.bench.metrics import Slo, by_repeat, prefill_tokens_per_s, summarise
 from kvire.bench.prompts import Prompt, Script, TokenScale, Writer, message
+from kvire.bench.results import loaded_bytes_per_token
 from kvire.core.errors import ConfigError
+from kvire.core.spec import KVGroup, LayerKind
+from kvire.plan.shape import Storage, group_bytes
 
 
 def sample(repeat=1, ttft=0.5, tpot=0.05, out=11, prompt=100, cached=40, **more):
@@ -93,6 +96,18 @@ def test_prefill_speed_is_over_the_time_in_which_somebody_waited():
     assert prefill_tokens_per_s([sample(error="timeout")]) is None
 
 
+def test_windows_are_loaded_as_far_as_they_reach():
+    """As `kvire plan` counts, which rounds each group up to blocks."""
+    groups = (KVGroup(LayerKind.FULL, (0,), 2, 16, 16), KVGroup(LayerKind.SLIDING, (1, 2, 3), 2, 16, 16, window=64))
+    told = [{"bytes_per_token": 4.0 * group.elements_per_token, "window": group.window} for group in groups]
+    for tokens in (48, 1000):
+        found = round(loaded_bytes_per_token(told, [sample(prompt=tokens)] * 3) * tokens)
+        planned = sum(group_bytes(group, tokens, Storage("float32", 16)) for group in groups)
+        assert found == 256 * tokens + 3 * 256 * min(tokens, 64)
+        assert planned - 4 * 256 * 16 <= found <= planned
+    assert loaded_bytes_per_token(None, [sample()]) is loaded_bytes_per_token(told, []) is None
+
+
 @pytest.mark.parametrize(
     ("n", "low", "high", "coverage"),
     [(1, 1, 1, None), (2, 1, 2, 0.5), (5, 1, 5, 0.9375), (6, 1, 6, 0.96875), (9, 2, 8, 0.9609375)],
@@ -126,6 +141,19 @@ def test_the_ideal_is_the_longest_common_beginning():
     tokens = {"aaaa": (1, 1, 1, 1), "aabb": (1, 1, 2, 2), "zzzz": (3, 3, 3, 3)}
     shares = reusable(prompts, [Prompt((message("user", "zzzz"),), 1)], lambda p: tokens[p.messages[0]["content"]])
     assert shares == [0.0, 0.5, 0.75], "the last token is always computed"
+
+
+def test_prompts_under_way_together_may_meet_each_other():
+    prompts = [Prompt((message("user", text),), 1) for text in ("aaaa", "aabb", "aaaa")]
+    tokens = {"aaaa": (1, 1, 1, 1), "aabb": (1, 1, 2, 2)}
+
+    def shares(*waits, before=()):
+        return ceiling(prompts, waits, before, lambda prompt: tokens[prompt.messages[0]["content"]])
+
+    assert shares((0.0, 1.0), (2.0, 3.0), (4.0, 5.0)) == [0.0, 0.5, 0.75]
+    assert shares((4.0, 5.0), (2.0, 3.0), (0.0, 1.0)) == [0.75, 0.5, 0.0], "in the order in which they were sent"
+    assert shares((0.0, 2.5), (2.0, 3.0), (4.0, 5.0)) == [0.5, 0.5, 0.75], "the second may have come first"
+    assert shares((0.0, 1.0), (2.0, 3.0), (4.0, 5.0), before=[prompts[1]]) == [0.5, 0.75, 0.75]
 
 
 def test_the_longest_beginning_is_found_among_many():
@@ -167,7 +195,7 @@ def test_text_lengths_follow_the_tokenizer():
     assert len(marks) == 4
 
 
-@pytest.mark.parametrize("text", ["ttft=0", "tpot", "ttft=1,e2e=3", "ttft=x"])
+@pytest.mark.parametrize("text", ["ttft=0", "tpot", "ttft=1,e2e=3", "ttft=x", "ttft=inf", "tpot=nan"])
 def test_limits_that_mean_nothing_are_refused(text):
     with pytest.raises(ConfigError, match="--slo"):
         Slo.parse(text)

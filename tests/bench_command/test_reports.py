@@ -10,6 +10,7 @@ from bench_command.made import made_report
 from kvire.bench import figures, html, results
 from kvire.bench.compare import compare, within
 from kvire.bench.results import first_difference
+from kvire.bench.states import State
 from kvire.core.errors import ConfigError
 
 
@@ -57,6 +58,32 @@ def test_a_speed_up_is_the_median_of_the_ratios_within_repeats():
     assert rows["G"]["baseline"]["break_even_bytes_per_s"] == pytest.approx(1000 / 3.0 * 46_080)
     assert "speedup" not in rows["E"] and "speedup" not in rows["Z"] and "speedup" not in rows["unproved"]
     assert rows["G"]["outputs"] == {"compared": 5, "same": 4}
+
+
+def test_a_request_that_failed_is_told_and_left_out_on_both_sides():
+    for failing in (State.G, State.Z):
+        report = made_report(failing=failing)
+        rows = {row["state"]: row["summary"] for row in report["rows"]}
+        assert rows["G"]["speedup"]["median"] == pytest.approx(10.0), "the other took 100 s where it was answered"
+        notes = " ".join(figures.notes(report))
+        assert (
+            f"1 at once, {figures.state({'state': failing, 'asked': failing})}: 5 of 10 requests failed: 5 timeout."
+            in notes
+        )
+    report["arms"].append(report["arms"][0] | {"name": "B"})
+    report["rows"] += [row | {"arm": "B"} for row in made_report(failing=State.G)["rows"]]
+    ratios = {one.row["state"]: one.ratio.median for one in within(report) if one.measure == "ttft_s"}
+    assert ratios["G"] == ratios["Z"] == pytest.approx(1.0)
+    differs = compare(made_report(), made_report(failing=State.G)).differs
+    assert "docqa, 1,024 tokens, 1 at once, G: 5 of 10 requests failed in the second" in differs
+
+
+def test_a_state_of_other_prompts_has_no_speed_up():
+    report = made_report()
+    rows = {row["asked"]: row for row in report["rows"]}
+    assert [rows[state]["same_prompts"] for state in "EGZ"] == [False, True, True]
+    report["rows"] = [rows["E"], rows["Z"]]
+    assert "No gain is stated" in html.page(report).html()
 
 
 def test_answers_are_compared_piece_by_piece():
@@ -117,8 +144,26 @@ def test_notes_say_what_must_not_be_overlooked():
     assert "D was asked for, but no state is named, since 3.0 MB of the store lay in the page cache" in notes
     assert "62 % of a core" in notes and "the gain is small, 1.05 x" in notes
     assert "1 of 5 answers differ from those without reuse" in notes
+    assert "later than due" not in notes
+    for late, said in ((0.09, False), (0.11, True)):
+        row["late_s"] = late
+        assert ("device-warm: a request was sent 110 ms later than due" in " ".join(figures.notes(report))) == said
     [line] = figures.comparisons(report)
-    assert "computing everything takes 3.00 s" in line and "333 prompt tokens a second" in line and "15.4 MB/s" in line
+    assert (
+        line.startswith("docqa, 1,024 tokens, 1 at once: ")
+        and "computing everything takes 3.00 s" in line
+        and "333 prompt tokens a second" in line
+        and "15.4 MB/s" in line
+    )
+
+
+def test_lines_name_the_arm_where_there_are_two():
+    report = made_report()
+    report["arms"].append(report["arms"][0] | {"name": "B"})
+    report["rows"] += [row | {"arm": "B"} for row in made_report()["rows"]]
+    for lines in (figures.notes(report), figures.comparisons(report)):
+        assert lines and all("1 at once, arm A" in line or "1 at once, arm B" in line for line in lines)
+    assert "docqa at 1,024 tokens, arm A, device-warm" in html.page(report).html()
 
 
 class Links(HTMLParser):
@@ -137,10 +182,11 @@ def test_the_page_is_one_file_with_every_row_and_proof():
     report = made_report()
     longer = copy.deepcopy(report["rows"][1])
     longer["context_tokens"] = 2048
-    longer["samples"][0]["detail"] = "<script>"
     report["rows"].append(longer)
+    report["rows"][2]["proof"]["doubts"].append("<script>")
+    report["model"]["name"] = report["rows"][0]["model"] = "<script src='x'>"
     page = html.page(report).html()
-    assert Links(page).found == []
+    assert Links(page).found == [] and "&lt;script&gt;" in page and "&lt;script src=" in page
     assert page.count("<svg") == 3 and "Up to 10 x: docqa at 1,024 tokens, device-warm, starts after 300 ms" in page
     for text in ("D unproved", "lay in the page cache", "300 ms (", "abc+", "token ids", "outside the server"):
         assert text in page, text

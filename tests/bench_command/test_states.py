@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvire.bench import page_cache
+from kvire.bench.server import Traffic, parse_metrics
 from kvire.bench.states import Around, Proof, SeenRequest, State, prove
 
 BLOCK = 16
@@ -120,6 +121,55 @@ def test_warm_is_all_that_a_foreign_server_can_prove():
         assert held(state, [replace(warm, reused=None)]).doubts == (
             "the server does not say how many prompt tokens it reused",
         )
+
+
+def test_the_beginning_of_a_template_is_not_warm():
+    def warm(reused, stored):
+        return prove(State.W, [SeenRequest(200, reused, None, stored=stored)], Around(), 64)
+
+    assert not warm(64, 49.0).holds and not warm(64, 100.0).holds
+    assert warm(98, 100.0).holds and not warm(80, 100.0).holds
+
+
+@pytest.mark.parametrize(("state", "tier"), [(State.G, "device"), (State.W, "device"), (State.R, "memory")])
+def test_more_than_the_fill_had_was_sent_before(state, tier):
+    around = Around(loaded_bytes=1e6)
+    assert held(state, [request(tier, 916)], around).holds
+    proof = held(state, [request(tier, 999)], around)
+    assert any("more than the 900 that the fill had" in doubt for doubt in proof.doubts)
+    assert held(state, [request(tier, 999, inside=999.0)], around).holds, "another request of the pass brought it"
+
+
+@pytest.mark.parametrize("state", [State.E, State.G, State.R, State.D, State.Z])
+def test_whoever_else_asks_spoils_every_state(state):
+    tier = {State.G: "device", State.R: "memory", State.D: "disk"}.get(state)
+    seen = [request(tier, 896 if tier else 0)]
+    assert held(state, seen, replace(DISK, own_process=True)).holds
+    assert held(state, seen, replace(DISK, own_process=False)).doubts == ("others asked the process as well",)
+
+
+def test_prompts_of_others_are_told_from_those_that_were_never_counted():
+    def counted(n):
+        return parse_metrics(f"kvire_prompts_total {n}")
+
+    traffic = Traffic()
+    traffic.check(counted(2.0), sent=2)
+    traffic.check(counted(5.0), sent=4)  # one was refused, or is counted late
+    traffic.check(counted(6.0))
+    assert traffic.ours
+    traffic.check(counted(7.0))
+    traffic.check(counted(8.0), sent=1)
+    assert not traffic.ours
+
+
+def test_a_store_in_use_may_lose_segments_meanwhile(tmp_path, monkeypatch):
+    kept, empty, gone = (tmp_path / f"{name}.seg" for name in ("kept", "empty", "gone"))
+    kept.write_bytes(b"x" * 10_000)
+    empty.touch()
+    monkeypatch.setattr(page_cache, "_files", lambda _: iter([gone, empty, kept]))
+    assert page_cache.resident_bytes(tmp_path)
+    page_cache.drop(tmp_path)
+    assert page_cache.resident_bytes(tmp_path) == 0
 
 
 def test_pages_are_seen_and_dropped(tmp_path):

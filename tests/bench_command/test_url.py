@@ -31,6 +31,7 @@ def test_a_foreign_server_is_empty_warm_or_reuses_nothing():
     for row in report["rows"]:
         assert row["summary"]["outputs"]["compared"] == 0, "marked prompts are other prompts"
         assert row["summary"]["baseline"]["break_even_bytes_per_s"] is None, "nobody knows its bytes per token"
+        assert ("speedup" in row["summary"]) == (row["state"] == "W"), "marked prompts take as long as others"
         if row["state"] == "W":
             assert row["summary"]["hit_rate"] == pytest.approx(row["summary"]["ideal_hit_rate"], abs=0.12)
     assert {row["state"] for row in report["rows"]} == {"E", "W", "Z"}
@@ -43,6 +44,34 @@ def test_with_a_field_against_reuse_answers_are_compared():
     assert set(by_state) == {"E", "W", "Z"}
     assert by_state["W"]["summary"]["outputs"] == {"compared": 4, "same": 4}
     assert by_state["Z"]["summary"]["hit_rate"] == 0.0
+
+
+def test_where_empty_and_no_reuse_send_the_same_prompts_they_are_compared():
+    with running(tiny_engine()) as served:
+        report = measured(f"{served.url}/v1", settings("EZ", workloads=("random",)), {"cache_salt": "{unique}"})
+    empty, none = report["rows"]
+    assert (empty["state"], none["state"], empty["same_prompts"]) == ("E", "Z", True)
+    assert empty["summary"]["outputs"] == {"compared": 4, "same": 4} and empty["summary"]["speedup"]["n"] == 2
+    assert none["summary"]["outputs"]["compared"] == 0 and "speedup" not in none["summary"]
+
+
+def test_every_server_is_warmed_up_before_the_first_pass():
+    asked = []
+
+    class Noting(UrlArm):
+        @property
+        def scale(self):
+            asked.append(self)
+            return TokenScale(1.0, 0.0)
+
+        def measure(self, *given):
+            assert asked == list(made.values())
+            return super().measure(*given)
+
+    with scripted([piece("a"), END, usage(1000, 2, 0), DONE]) as (one, _), scripted([DONE]) as (other, _):
+        plan = settings("E", repeats=1)
+        made = {name: Noting(Endpoint(url, "m"), plan) for name, url in (("A", one), ("B", other))}
+        run.measure(made, plan, lambda *_: None)
 
 
 @pytest.mark.parametrize(("no_reuse", "second"), [(None, "ZEW"), ({"cache_salt": "{unique}"}, "EWZ")])
@@ -58,7 +87,8 @@ def test_a_server_that_remembers_nothing_is_never_called_warm():
     with running(tiny_engine(prefix_cache=False)) as served:
         report = measured(f"{served.url}/v1", settings())
     assert [row["state"] for row in report["rows"]] == ["E", "unproved", "Z"]
-    assert "of" in report["rows"][1]["proof"]["doubts"][0] and "speedup" not in report["rows"][1]["summary"]
+    assert "that the fill had" in report["rows"][1]["proof"]["doubts"][0]
+    assert "speedup" not in report["rows"][1]["summary"]
 
 
 def test_a_server_that_reuses_in_spite_of_the_mark_is_unproved():
@@ -95,5 +125,11 @@ def test_a_server_that_counts_no_tokens_is_refused():
         pytest.raises(ConfigError, match="does not count prompt tokens"),
     ):
         measured(url, settings())
+    for constant in (0, 40):
+        with (
+            scripted([piece("a"), END, usage(constant, 1), DONE]) as (url, _),
+            pytest.raises(ConfigError, match="no measure of length"),
+        ):
+            measured(url, settings())
     with scripted(["x"], 503) as (url, _), pytest.raises(ConfigError, match="answered http_503"):
         measured(url, settings())

@@ -2,6 +2,7 @@
 
 import json
 import re
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,13 @@ def plan(**more):
     )
 
 
+@pytest.mark.parametrize("name", sorted(WORKLOADS))
+def test_every_client_has_something_to_send(name):
+    settings = plan(workloads=(name,), at_once=(1, 8), scripts=3)
+    one, eight = (settings.work(cell, WRITE, 1).baseline for cell in settings.cells())
+    assert (len(one), len(eight)) == (3, 8)
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -74,7 +82,10 @@ def plan(**more):
         ({"at_once": (0,)}, "--concurrency"),
         ({"output_tokens": 1}, "--output-tokens"),
         ({"repeats": 0}, "--repeats"),
+        ({"states": ()}, "--state"),
         ({"rate_per_s": 0.0}, "--rate"),
+        ({"rate_per_s": inf}, "--rate"),
+        ({"trace": Path("/nowhere.csv"), "trace_scale": TraceScale(speed=inf)}, "--speed"),
         ({"trace": Path("/nowhere.jsonl")}, "cannot read /nowhere"),
         ({"trace": Path("/nowhere.csv")}, "cannot read /nowhere"),
         ({"trace": Path("/nowhere.csv"), "trace_scale": TraceScale(requests=0)}, "--requests"),

@@ -85,6 +85,14 @@ def test_a_chart_is_text_in_the_colour_of_the_page_and_says_what_it_shows():
     assert lines([Series("E", [1.0], [1])], LABELS) == svg  # the same figures make the same file
 
 
+def test_dollars_and_underscores_are_shown_as_they_are():
+    labels = Labels("$5 or $6", "What it costs.", "$x_1$", "_y")
+    line = lines([Series("_kv", [1, 2], [1, 2]), Series("$a_1$", [2, 1], [1, 2])], labels, levels=[("_top", 3)])
+    bar = bars(["$b_1$", "$b_2$"], [Series("n", [1, 2])], labels)
+    drawn = re.findall(r"<text[^>]*>([^<]*)</text>", line + bar)
+    assert {"$5 or $6", "$x_1$", "_y", "_kv", "$a_1$", "_top", "$b_1$", "$b_2$"} <= {t.strip("\u200b") for t in drawn}
+
+
 def test_two_charts_of_a_page_share_no_ids():
     other = Labels("Another", "Something else.", "x", "y")
     charts = [lines([Series("E", [1.0], [1])], labels) for labels in (LABELS, other)]

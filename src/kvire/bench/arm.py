@@ -1,10 +1,10 @@
 """One side of a comparison: a server that is brought into the wanted states and asked."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvire.bench.ideal import Spell, reusable
+from kvire.bench.ideal import Spell, ceiling, reusable
 from kvire.bench.load import Loop, Pass, Sample
 from kvire.bench.prompts import Prompt, TokenScale
 from kvire.bench.settings import Cell, Settings
@@ -18,7 +18,7 @@ Say = Callable[[str], None]  # told before each step that takes a while
 class Measured:
     """One pass and what it proved. ideal: by sample, the share of its prompt that an endless cache could have reused.
     same_prompts: whether the pass sent the very texts of the work's probe (or fill, where it has none), so that answers
-    can be compared.
+    and times can be compared.
     """
 
     cell: Cell
@@ -73,9 +73,12 @@ class Judge:
         done: Pass,
         around: Around,
         *,
-        same_prompts: bool = True,
+        marked: bool = False,
+        kept: Sequence[Prompt] = (),
     ) -> Measured:
-        """What a pass proved."""
+        """What a pass proved. marked: a mark stood before every prompt. kept: what the server was sent before, the fill
+        aside, and may have kept.
+        """
         before = prompts_of(work.fill) if state not in {State.E, State.Z} else []
         sent = [sample.prompt for sample in done.samples]
         earlier = reusable(sent, [], self.spell)
@@ -86,11 +89,14 @@ class Judge:
             for i, sample in enumerate(done.samples)
             if sample.answer.error is None
         ]
-        ideal = tuple(0.0 if state is State.Z else max(pair) for pair in zip(earlier, stored, strict=True))
+        # Whatever was there, also the beginning that the chat template gives prompts of other workloads.
+        waits = [(sample.sent_s, sample.sent_s + sample.answer.ttft_s) for sample in done.samples]
+        ideal = ceiling(sent, waits, [*before, *kept], self.spell) if state is not State.Z else [0.0] * len(sent)
         # A mark stands behind what the chat template begins with; a salt stands before everything.
-        slack_tokens = 0 if state is State.Z and same_prompts else self.slack_tokens
+        slack_tokens = 0 if state is State.Z and not marked else self.slack_tokens
         proof = prove(state, seen, around, slack_tokens)
-        return Measured(cell, repeat, state, done, proof, ideal, same_prompts)
+        same_prompts = not marked and not (state is State.E and work.probe)
+        return Measured(cell, repeat, state, done, proof, tuple(ideal), same_prompts)
 
 
 def loop(settings: Settings, cell: Cell, repeat: int) -> Loop:

@@ -100,8 +100,8 @@ def ask(
         **endpoint.extra,
         **(extra or {}),
     }
-    reader = _Reader(perf_counter())
     connection = connect(endpoint)
+    reader = _Reader(perf_counter())  # connecting, also by TLS, is part of the wait; reading certificates is not
     try:
         connection.request("POST", _path(endpoint, "/chat/completions"), json.dumps(body), _headers(endpoint))
         response = connection.getresponse()
@@ -145,7 +145,7 @@ def first_model(endpoint: Endpoint) -> str:
     try:
         return str(json.loads(get(endpoint, _path(endpoint, "/models")))["data"][0]["id"])
     except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{endpoint.url}/models lists no model; name one with --model") from error
+        raise ConfigError(f"{endpoint.url}/models lists no model; name one with --served-name") from error
 
 
 def connect(endpoint: Endpoint) -> http.client.HTTPConnection:

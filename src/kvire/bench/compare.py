@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvire.bench.intervals import Interval, median_interval, ratio_interval
-from kvire.bench.metrics import by_repeat
+from kvire.bench.metrics import answered_in_both, by_repeat
 from kvire.bench.results import Report, Row
 from kvire.bench.states import State
 from kvire.core.errors import ConfigError
@@ -49,7 +49,8 @@ def compare(first: Report, second: Report, arms: tuple[str, str] = ("A", "A")) -
         )
     ratios = [ratio for key in shared for ratio in _ratios(ours[key], theirs[key], paired=False)]
     only = [_title(rows[key]) for rows, others in ((ours, theirs), (theirs, ours)) for key in rows if key not in others]
-    return Comparison(tuple(ratios), tuple(_differences(first, second, arms)), tuple(only))
+    differs = [*_differences(first, second, arms), *_failed(ours, "first"), *_failed(theirs, "second")]
+    return Comparison(tuple(ratios), tuple(differs), tuple(only))
 
 
 def within(report: Report) -> list[Ratio]:
@@ -60,7 +61,8 @@ def within(report: Report) -> list[Ratio]:
 
 def _ratios(one: Row, other: Row, *, paired: bool) -> Iterator[Ratio]:
     for measure in MEASURES:
-        first, second = (by_repeat(row["samples"], measure) for row in (one, other))
+        samples = answered_in_both(one["samples"], other["samples"]) if paired else (one["samples"], other["samples"])
+        first, second = (by_repeat(row, measure) for row in samples)
         if not first or not second or min(first.values()) <= 0:  # a single piece has no time per token
             continue
         if paired:
@@ -108,6 +110,13 @@ def _differences(first: Report, second: Report, arms: tuple[str, str]) -> Iterat
         ("repeats", first["settings"].get("repeats"), second["settings"].get("repeats")),
     ]
     return (f"{name}: {one} and {other}" for name, one, other in pairs if one != other)
+
+
+def _failed(rows: Mapping[tuple[Any, ...], Row], which: str) -> Iterator[str]:
+    """Ratios are over what was answered."""
+    for row in rows.values():
+        if failed := sum(sample["error"] is not None for sample in row["samples"]):
+            yield f"{_title(row)}: {failed} of {len(row['samples'])} requests failed in the {which}"
 
 
 def _pairs(one: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, Any, Any]]:

@@ -8,6 +8,7 @@ from kvire.bench.states import NAMES, TIERS, State
 
 NOTHING = "\N{EN DASH}"
 SMALL_GAIN = 1.2  # below, a speed-up is called small
+LATE_S, LATE = 0.1, 0.1  # of an open loop: seconds, and share of TTFT, from which on it is said
 
 
 def state(row: Row) -> str:
@@ -49,20 +50,34 @@ FIGURES: tuple[Column, ...] = (
 BRIEF = ("state", "TTFT", "speed-up", "TPOT", "tok/s", "hit", "ideal")
 
 
+def place(report: Report, row: Row) -> str:
+    """Which rows a line is about; the arm where there are several."""
+    arm = f", arm {row['arm']}" if len(report["arms"]) > 1 else ""
+    return f"{row['workload']}, {row['context_tokens']:,} tokens, {row['concurrency']} at once{arm}"
+
+
 def notes(report: Report) -> list[str]:
     """What has to be read beside the figures, most important first."""
     found = []
     for row in report["rows"]:
-        where = f"{row['workload']}, {row['context_tokens']:,} tokens, {row['concurrency']} at once"
+        where = place(report, row)
         summary = row["summary"]
         if row["state"] == State.UNPROVED:
             found.append(
                 f"{where}: {row['asked']} was asked for, but no state is named, since "
                 f"{'; '.join(row['proof']['doubts'])}."
             )
+        if failed := sum(summary["errors"].values()):
+            kinds = ", ".join(f"{n} {kind}" for kind, n in summary["errors"].items())
+            found.append(f"{where}, {state(row)}: {failed} of {summary['requests']} requests failed: {kinds}.")
         if summary["client_saturated"]:
             found.append(
                 f"{where}: this client took {percent(summary['client_cpu'])} of a core: it may be what was measured."
+            )
+        if summary["late_s"] > max(LATE_S, LATE * (summary.get("ttft_s") or {"median": 0.0})["median"]):
+            found.append(
+                f"{where}, {state(row)}: a request was sent {seconds(summary['late_s'])} later than due, which is in "
+                "none of the times."
             )
         outputs = summary["outputs"]
         if differ := outputs["compared"] - outputs["same"]:
@@ -83,8 +98,8 @@ def comparisons(report: Report) -> list[str]:
         baseline = row["summary"].get("baseline")
         if baseline is None or row["state"] != State.Z:
             continue
-        where = f"{row['workload']}, {row['context_tokens']:,} tokens"
-        line = f"{where}: computing everything takes {interval(baseline['ttft_s'], seconds)} to the first token"
+        takes = interval(baseline["ttft_s"], seconds)
+        line = f"{place(report, row)}: computing everything takes {takes} to the first token"
         if baseline["prefill_tokens_per_s"]:
             line += f", {number(baseline['prefill_tokens_per_s'])} prompt tokens a second"
         if baseline["break_even_bytes_per_s"]:

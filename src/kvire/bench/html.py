@@ -9,8 +9,11 @@ from kvire.report.page import Page
 METHOD = (
     "A repeat sends a fill to an empty cache, and then a probe whose prompts begin like the fill's, once in every "
     "state. A state is named only where counters and answers prove it. Times are seen by the client. Medians are over "
-    "repeats; a speed-up is the median of the ratios within a repeat, against the same prompts without reuse."
+    "repeats; a speed-up is the median of the ratios within a repeat, against the same prompts without reuse (behind "
+    "a mark of their own, where a server has no other way)."
 )
+
+CELL = ("arm", "workload", "context", "at once")
 
 
 def page(report: Report) -> Page:
@@ -45,11 +48,11 @@ def _lead(report: Report) -> str:
     """The best proved gain, in a sentence."""
     gains = [(row["summary"]["speedup"]["median"], row) for row in report["rows"] if row["summary"].get("speedup")]
     if not gains:
-        return "No state beside no reuse was proved, so no gain is stated."
+        return "No gain is stated: for that, no reuse has to be proved, and a state that sends the same prompts."
     gain, row = max(gains, key=lambda pair: pair[0])
-    where = f"{row['workload']} at {row['context_tokens']:,} tokens, {NAMES[State(row['state'])]}"
+    where = f"{row['workload']} at {row['context_tokens']:,} tokens{_named(report, row['arm'])}"
     starts = figures.middle(row["summary"]["ttft_s"], figures.seconds)
-    return f"Up to {figures.times(gain)}: {where}, starts after {starts}."
+    return f"Up to {figures.times(gain)}: {where}, {NAMES[State(row['state'])]}, starts after {starts}."
 
 
 def _charts(made: Page, rows: list[Row], title: str) -> None:
@@ -113,21 +116,25 @@ def _split(made: Page, report: Report) -> None:
         outside = row["summary"].get("outside_server_s")
         values = [figures.shown(one, figures.seconds) for one in (*split.values(), outside)]
         if split and any(value != figures.NOTHING for value in values):
-            rows.append([row["arm"], row["workload"], f"{row['context_tokens']:,}", figures.letter(row), *values])
+            rows.append([*_cell(row), figures.letter(row), *values])
     if rows:
         made.heading("Where the first token's time goes")
-        made.table(["arm", "workload", "context", "state", "queue", "load", "prefill", "outside the server"], rows)
+        made.table([*CELL, "state", "queue", "load", "prefill", "outside the server"], rows)
 
 
 def _proofs(made: Page, report: Report) -> None:
     made.heading("Proofs")
     rows = [
-        [row["arm"], row["workload"], f"{row['context_tokens']:,}", figures.state(row), "; ".join(row["proof"][kind])]
+        [*_cell(row), figures.state(row), "; ".join(row["proof"][kind])]
         for row in report["rows"]
         for kind in ("evidence", "doubts")
         if row["proof"][kind] and (kind == "doubts" or row["proof"]["holds"])
     ]
-    made.table(["arm", "workload", "context", "state", "what was seen"], rows)
+    made.table([*CELL, "state", "what was seen"], rows)
+
+
+def _cell(row: Row) -> list[str]:
+    return [row["arm"], row["workload"], f"{row['context_tokens']:,}", str(row["concurrency"])]
 
 
 def _about(made: Page, report: Report) -> None:
@@ -143,7 +150,7 @@ def _about(made: Page, report: Report) -> None:
         }
     )  # fmt: skip
     for arm in report["arms"]:
-        facts = {name: value for name, value in arm["model"].items() if value is not None}
+        facts = {name: value for name, value in arm["model"].items() if value is not None and name != "kv_groups"}
         where = {"options": " ".join(arm["options"]) or "none", "store": arm.get("store"), "URL": arm.get("url")}
         made.text(f"Arm {arm['name']}; ideal hit rate from {arm['ideal_by']}.")
         made.facts({name: str(value) for name, value in {**facts, **where}.items() if value is not None})

@@ -23,10 +23,12 @@ class Seen:
         """Remember it."""
         self._sorted.insert(bisect_left(self._sorted, units), units)
 
-    def shared(self, units: Units) -> int:
-        """How many leading units some earlier prompt has as well."""
+    def shared(self, units: Units, *, itself: bool = False) -> int:
+        """How many leading units some earlier prompt has as well. itself: it has been added, and does not count."""
         at = bisect_left(self._sorted, units)
-        return max((common(units, one) for one in self._sorted[max(0, at - 1) : at + 1]), default=0)
+        after = at + itself
+        neighbours = self._sorted[max(0, at - 1) : at] + self._sorted[after : after + 1]
+        return max((common(units, one) for one in neighbours), default=0)
 
 
 def common(one: Units, other: Units) -> int:
@@ -45,6 +47,25 @@ def reusable(prompts: Sequence[Prompt], before: Iterable[Prompt], spell: Spell) 
     for units in map(spell, prompts):
         shares.append(min(seen.shared(units), len(units) - 1) / len(units) if units else 0.0)
         seen.add(units)
+    return shares
+
+
+def ceiling(
+    prompts: Sequence[Prompt], waits: Sequence[tuple[float, float]], before: Iterable[Prompt], spell: Spell
+) -> list[float]:
+    """As `reusable`, of prompts that may be under way together. waits: when each was sent, and when its first token
+    came: it may have met whatever else was sent until then.
+    """
+    seen = Seen()
+    for prompt in before:
+        seen.add(spell(prompt))
+    units = [spell(prompt) for prompt in prompts]
+    shares = [0.0] * len(units)
+    for _, came, i in sorted((at, came, i) for i, wait in enumerate(waits) for came, at in enumerate(wait)):
+        if not came:
+            seen.add(units[i])
+        elif units[i]:
+            shares[i] = min(seen.shared(units[i], itself=True), len(units[i]) - 1) / len(units[i])
     return shares
 
 

@@ -17,6 +17,7 @@ from kvire.bench.server import PROGRAM
 from kvire.bench.settings import Settings
 from kvire.bench.states import State
 from kvire.core.errors import ConfigError
+from kvire.core.spec import KV_DTYPE_BYTES, KVSpec
 from kvire.models.catalog import ModelFacts, describe
 from kvire.store.remote import shown
 
@@ -44,6 +45,7 @@ class KvireArm:
     def __post_init__(self) -> None:
         _check(self.settings, self.options, self.remote)
         _check_model(self.facts, self.settings)
+        _check_kv(self.kv_dtype, option_of(self.options, "--block-size"))
 
     @cached_property
     def facts(self) -> ModelFacts:
@@ -64,6 +66,15 @@ class KvireArm:
     def kv_bytes_per_token(self) -> int:
         """In the pool."""
         return self.facts.kv_bytes_per_token[self.kv_dtype]
+
+    @property
+    def kv_groups(self) -> list[dict[str, int | float | None]]:
+        """Layers that keep equally much: their bytes per token, and of how many tokens."""
+        spec = KVSpec(self.facts.groups, self.kv_dtype, self._block_tokens)
+        return [
+            {"bytes_per_token": spec.block_bytes(i) / spec.block_size, "window": group.window}
+            for i, group in enumerate(spec.groups)
+        ]
 
     @property
     def has_store(self) -> bool:
@@ -91,6 +102,7 @@ class KvireArm:
                 "weights_bytes": self.facts.weights_bytes,
                 "kv_dtype": self.kv_dtype,
                 "kv_bytes_per_token": self.kv_bytes_per_token,
+                "kv_groups": self.kv_groups,
                 "block_tokens": self._block_tokens,
             },
             "options": list(self.options),
@@ -134,6 +146,8 @@ def _check(settings: Settings, options: Sequence[str], remote: str | None) -> No
     for state in settings.states:
         if state in {State.R, State.D, State.N} and "--no-store" in options:
             raise ConfigError(f"state {state} needs a store: leave out --no-store, or the state")
+    if {State.G, State.W} <= set(settings.states):  # W would find in the pool what G computed
+        raise ConfigError("states G and W find the same here: ask for one of them (W is for servers behind --url)")
     if State.N in settings.states and remote is None:
         raise ConfigError("state N needs a store that a new machine would find: name one with --remote URL")
 
@@ -146,3 +160,10 @@ def _check_model(facts: ModelFacts, settings: Settings) -> None:
         raise ConfigError(
             f"--context {longest} and an answer are more than the {facts.context_tokens} tokens of {facts.name}"
         )
+
+
+def _check_kv(dtype: str, block_tokens: str | None) -> None:
+    if dtype not in KV_DTYPE_BYTES:
+        raise ConfigError(f"--kv-dtype is one of {', '.join(KV_DTYPE_BYTES)}; got {dtype!r}")
+    if block_tokens is not None and not (block_tokens.isdecimal() and int(block_tokens) > 0):
+        raise ConfigError(f"--block-size is a whole number above 0; got {block_tokens!r}")

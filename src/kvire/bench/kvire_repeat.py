@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from kvire.bench.client import ask
 from kvire.bench.ideal import Seen, Spell
 from kvire.bench.load import run
 from kvire.bench.prompts import Prompt, Script, Writer, message
-from kvire.bench.server import Counters, RunningServer, serving
+from kvire.bench.server import Counters, RunningServer, Traffic, serving
 from kvire.bench.settings import Cell
 from kvire.bench.states import TIER_OF, Around, State
 from kvire.bench.workloads import Work
@@ -56,7 +56,8 @@ class Repeat:
         self._cells = [(cell, arm.settings.work(cell, write, repeat)) for cell in cells]
         self._room = room(self._cells, arm.encode)
         self._wanted = set(self._settings.states)
-        self._asked = 0  # of the running process
+        self._traffic = Traffic()  # of the running process
+        self._kept: list[Prompt] = []  # what this repeat's store was sent: fills and fillers
         self._filler: tuple[Script, ...] = ()
         self._unwritten = False  # whether the store was too slow for what a fill left
 
@@ -80,9 +81,9 @@ class Repeat:
     def _first_process(
         self, server: RunningServer, started: Counters, cell: Cell, work: Work, *, last: bool
     ) -> Iterator[Measured]:
-        prompts = server.counters().of("kvire_prompts_total")
-        around = Around(own_process=prompts == self._asked, stored_blocks=started.total("kvire_store_blocks"))
+        around = Around(stored_blocks=started.total("kvire_store_blocks"))
         measured = self._pass(server, cell, State.E, work, around)
+        self._kept += prompts_of(work.fill)
         if State.E in self._wanted:
             yield measured
         self._unwritten |= not server.flush()
@@ -111,17 +112,17 @@ class Repeat:
         before, read_before = server.counters(), server.read_bytes()
         extra = None if state is State.E else self._extra(f"{cell}", salted=state is State.Z)
         done = run(server.endpoint, scripts, loop(self._settings, cell, self._repeat), extra)
-        self._asked += len(done.samples)
         after, read_after = server.counters(), server.read_bytes()
-        around = around or Around()
+        self._traffic.check(after, sent=len(done.samples))
+        around = replace(around or Around(), own_process=self._traffic.ours)
         if state in TIER_OF and state is not State.G:
-            around = Around(
+            around = replace(
+                around,
                 loaded_bytes=loaded_bytes(after, TIER_OF[state]) - loaded_bytes(before, TIER_OF[state]),
-                resident_bytes=around.resident_bytes,
                 read_bytes=None if read_before is None or read_after is None else read_after - read_before,
                 unwritten=self._unwritten,
             )
-        return self._arm.judge.measured(cell, self._repeat, state, work, done, around)
+        return self._arm.judge.measured(cell, self._repeat, state, work, done, around, kept=self._kept)
 
     def _extra(self, name: str, *, salted: bool) -> Callable[[int, int], Mapping[str, Any]]:
         def fields(script: int, turn: int) -> Mapping[str, Any]:
@@ -138,8 +139,9 @@ class Repeat:
             count = max(LEAST_FILLERS, ceil(tokens / (LONGEST_FILLER * self._arm.facts.context_tokens)))
             texts = [self._write.document(tokens / count, "filler", self._repeat, i) for i in range(count)]
             self._filler = tuple(Script((Prompt((message("user", text),), 1),)) for text in texts)
+            self._kept += prompts_of(self._filler)
         done = run(server.endpoint, self._filler, loop(self._settings, FILLER, self._repeat))
-        self._asked += len(done.samples)
+        self._traffic.check(server.counters(), sent=len(done.samples))
         server.flush()
 
     def _drop_page_cache(self) -> int | None:
@@ -163,7 +165,8 @@ class Repeat:
                 answer = ask(server.endpoint, [message("user", text)], 2, salted)
                 if answer.error is not None:
                     raise ConfigError(f"the server answered its first prompt with {answer.error}: {answer.detail}")
-            self._asked = WARM_UPS
+            self._traffic = Traffic()
+            self._traffic.check(server.counters(), sent=WARM_UPS)
             yield server
 
     def _options(self, *, local: bool) -> list[str]:

@@ -4,6 +4,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from kvire.bench.intervals import median_interval, quantile
@@ -33,7 +34,7 @@ class Slo:
                 limits[name.strip()] = float(value)
             except ValueError:
                 limits[""] = 0.0
-        if not set(limits) <= {"ttft", "tpot"} or not all(value > 0 for value in limits.values()):
+        if not set(limits) <= {"ttft", "tpot"} or not all(0 < value < inf for value in limits.values()):
             raise ConfigError(f"--slo is written as ttft=1,tpot=0.1, in seconds; got {text!r}")
         return cls(limits.get("ttft", cls().ttft_s), limits.get("tpot", cls().tpot_s))
 
@@ -67,6 +68,19 @@ def by_repeat(samples: Iterable[Record], name: str) -> dict[int, float]:
         if sample["error"] is None and sample[name] is not None:
             values.setdefault(sample["repeat"], []).append(sample[name])
     return {repeat: statistics.median(found) for repeat, found in sorted(values.items())}
+
+
+def answered_in_both(one: Iterable[Record], other: Iterable[Record]) -> tuple[list[Record], list[Record]]:
+    """Of two rows that sent the same prompts, the samples whose prompt was answered in both: where requests failed,
+    those that are left may be the short ones.
+    """
+    mine, theirs = ({_place(s): s for s in samples if s["error"] is None} for samples in (one, other))
+    both = [place for place in mine if place in theirs]
+    return [mine[place] for place in both], [theirs[place] for place in both]
+
+
+def _place(sample: Record) -> tuple[int, int, int]:
+    return sample["repeat"], sample["script"], sample["turn"]
 
 
 def prefill_tokens_per_s(samples: Sequence[Record]) -> float | None:

@@ -15,7 +15,10 @@ from kvire.store.disk_segments import SUFFIX
 def drop(folder: Path) -> None:
     """Write the store's segments to their disk and ask the kernel to forget their pages. It may keep some."""
     for path in _files(folder):
-        handle = os.open(path, os.O_RDONLY)
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:  # a running server has removed it since
+            continue
         try:
             os.fsync(handle)
             if hasattr(os, "posix_fadvise"):
@@ -34,20 +37,23 @@ def resident_bytes(folder: Path) -> int | None:
 
 def _resident(path: Path) -> int:
     """The kernel tells of pages only to who may write the file, which its owner may."""
-    size = path.stat().st_size
-    if size == 0:
+    try:
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as view:
+            return _resident_pages(view) * mmap.PAGESIZE
+    except (FileNotFoundError, ValueError):  # a running server has removed it since; or it is empty
         return 0
-    pages = -(-size // mmap.PAGESIZE)
-    vector = (ctypes.c_ubyte * pages)()
+
+
+def _resident_pages(view: mmap.mmap) -> int:
+    vector = (ctypes.c_ubyte * -(-len(view) // mmap.PAGESIZE))()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as view:
-        byte = ctypes.c_char.from_buffer(view)
-        failed = libc.mincore(ctypes.addressof(byte), size, vector)
-        del byte  # so that the mapping can be closed
-        if failed:
-            raise OSError(ctypes.get_errno(), "mincore")
-    return sum(page & 1 for page in vector) * mmap.PAGESIZE
+    byte = ctypes.c_char.from_buffer(view)
+    failed = libc.mincore(ctypes.addressof(byte), len(view), vector)
+    del byte  # so that the mapping can be closed
+    if failed:
+        raise OSError(ctypes.get_errno(), "mincore")
+    return sum(page & 1 for page in vector)
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvire.bench.client import Message
+from kvire.core.errors import ConfigError
 
 # Common English words: nearly one token each for most tokenizers, and no phrase that a model knows by heart.
 VOCABULARY = (
@@ -46,9 +47,13 @@ class TokenScale:
 
     @classmethod
     def measure(cls, count: Callable[[Sequence[Message]], int]) -> "TokenScale":
-        """count: tokens of a conversation, by a tokenizer or by a server's usage."""
+        """count: tokens of a conversation, by a tokenizer or by a server's usage. Raises ConfigError for no count."""
         few, many = 16, 272
         short, long = (count((message("user", words(random.Random(n), n)),)) for n in (few, many))  # noqa: S311
+        if short <= 0 or long <= short:
+            raise ConfigError(
+                f"the server counts {short} tokens in {few} words and {long} in {many}: no measure of length"
+            )
         per_word = (long - short) / (many - few)
         return cls(per_word, short - few * per_word)
 

@@ -7,12 +7,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from kvire.bench.arm import Measured, by_tier
 from kvire.bench.intervals import median_interval
 from kvire.bench.load import Sample
-from kvire.bench.metrics import SPLIT, Slo, by_repeat, prefill_tokens_per_s, summarise
+from kvire.bench.metrics import SPLIT, Slo, answered_in_both, by_repeat, prefill_tokens_per_s, summarise
 from kvire.bench.settings import Cell, Settings
 from kvire.bench.states import State
 from kvire.core.errors import ConfigError
@@ -130,6 +131,7 @@ def _row(
         "context_tokens": first.cell.context_tokens,
         "concurrency": first.cell.at_once,
         "rate_per_s": settings.rate_per_s,
+        "same_prompts": all(one.same_prompts for one in group),
         "proof": {
             "holds": proved,
             "evidence": list(dict.fromkeys(line for one in group for line in one.proof.evidence)),
@@ -174,9 +176,9 @@ def _sample(one: Measured, index: int, oracle: Mapping[tuple[Cell, int], Measure
 
 
 def _counterpart(one: Measured, sample: Sample, oracle: Mapping[tuple[Cell, int], Measured]) -> Sample | None:
-    """The same prompt without reuse. Only states that send the probe have one."""
+    """The same prompt without reuse."""
     other = oracle.get((one.cell, one.repeat))
-    if other is None or other is one or one.state in {State.E, State.Z} or sample.answer.error is not None:
+    if other is None or other is one or not one.same_prompts or sample.answer.error is not None:
         return None
     found = (s for s in other.done.samples if (s.script, s.turn) == (sample.script, sample.turn))
     return next((s for s in found if s.answer.error is None), None)
@@ -198,18 +200,34 @@ def _set_beside(row: Row, rows: Sequence[Row], described: Mapping[str, Any]) -> 
     if baseline is None:
         return
     prefill = prefill_tokens_per_s(baseline["samples"])
-    kv_bytes = described["model"].get("kv_bytes_per_token")
+    kv_bytes = loaded_bytes_per_token(described["model"].get("kv_groups"), baseline["samples"])
     row["summary"]["baseline"] = {
         "ttft_s": baseline["summary"].get("ttft_s"),
         "prefill_tokens_per_s": prefill,
         "break_even_bytes_per_s": prefill * kv_bytes if prefill and kv_bytes else None,
     }
-    if row["state"] in {State.E, State.Z, State.UNPROVED}:
-        return  # E asks other questions than Z; and what is not proved is no speed-up of anything
-    ours, theirs = by_repeat(row["samples"], "ttft_s"), by_repeat(baseline["samples"], "ttft_s")
-    ratios = [theirs[repeat] / ours[repeat] for repeat in ours if repeat in theirs]
+    if row["state"] in {State.Z, State.UNPROVED} or not row["same_prompts"]:
+        return  # an E that sends the fill asks other questions; and what is not proved is no speed-up of anything
+    both = answered_in_both(row["samples"], baseline["samples"])
+    ours, theirs = (by_repeat(samples, "ttft_s") for samples in both)
+    ratios = [theirs[repeat] / ours[repeat] for repeat in ours]
     if ratios:
         row["summary"]["speedup"] = median_interval(ratios).as_dict()
+
+
+def loaded_bytes_per_token(
+    groups: Sequence[Mapping[str, Any]] | None, samples: Sequence[Mapping[str, Any]]
+) -> float | None:
+    """Bytes of KV that a tier gives for each token of a prompt of median length: of layers with a window, the window.
+
+    None where groups are not told.
+    """
+    lengths = [s["prompt_tokens"] for s in samples if s["error"] is None and s["prompt_tokens"]]
+    if not groups or not lengths:
+        return None
+    tokens: float = median(lengths)
+    kept = (group["bytes_per_token"] * min(tokens, group["window"] or tokens) for group in groups)
+    return float(sum(kept)) / tokens
 
 
 def slo_of(report: Report) -> Slo:

@@ -23,7 +23,7 @@ def measure(
     """arms: by name, "A" first; they take turns within each repeat. Raises ConfigError."""
     steps = settings.repeats * sum(arm.steps() for arm in arms.values())
     found: dict[str, list[Measured]] = {name: [] for name in arms}
-    scale = next(iter(arms.values())).scale
+    scale, *_ = [arm.scale for arm in arms.values()]  # the first one's, for all; asking warms every server up
     done = 0
     for repeat in range(1, settings.repeats + 1):
         for name in list(arms) if repeat % 2 else list(arms)[::-1]:

@@ -73,6 +73,24 @@ class RunningServer:
         return False
 
 
+class Traffic:
+    """Whether a new process is asked by nobody else, by its own count of prompts. ours: so far. A request that failed
+    may be counted late or never, and would hide one of somebody else.
+    """
+
+    def __init__(self) -> None:
+        self.ours = True
+        self._counted = self._open = 0.0  # open: prompts of ours that were not counted yet
+
+    def check(self, counters: Counters, sent: int = 0) -> None:
+        """sent: requests since the last time."""
+        self._open += sent
+        more = counters.of("kvire_prompts_total") - self._counted
+        self.ours = self.ours and more <= self._open
+        self._open = max(0.0, self._open - more)
+        self._counted += more
+
+
 def parse_metrics(text: str) -> Counters:
     """Prometheus' text format."""
     values: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from kvire.bench.metrics import Slo
@@ -29,8 +30,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """states: which to measure. scripts: documents, conversations or agents in a pass. rate_per_s: of an open loop.
-    nonce: makes the prompts of this run new to every server. trace: a file to replay beside the workloads.
+    """states: which to measure. scripts: documents, conversations or agents in a pass; one a client at least.
+    rate_per_s: of an open loop. nonce: makes the prompts of this run new to every server. trace: a file to replay
+    beside the workloads.
     """
 
     workloads: tuple[str, ...]
@@ -52,16 +54,18 @@ class Settings:
             maker(workload)
         if not self.workloads and self.trace is None:
             raise ConfigError("there is nothing to measure: name a --workload or a --trace")
+        if not self.states:
+            raise ConfigError("--state names no state: give letters of E, G, R, D, N, W and Z")
         _at_least("--repeats", 1, self.repeats)
         _at_least("--scripts", 1, self.scripts)
         _at_least("--output-tokens", 2, self.output_tokens)
         _at_least("--context", 64, *self.contexts)
         _at_least("--concurrency", 1, *self.at_once)
-        if self.rate_per_s is not None and not self.rate_per_s > 0:
+        if self.rate_per_s is not None and not 0 < self.rate_per_s < inf:
             raise ConfigError(f"--rate is a number of requests a second above 0, got {self.rate_per_s:g}")
         if self.trace is not None:
-            if not (0 < self.trace_scale.lengths <= 1 and self.trace_scale.speed > 0):
-                raise ConfigError("--scale lies between 0 and 1, and --speed above 0")
+            if not (0 < self.trace_scale.lengths <= 1 and 0 < self.trace_scale.speed < inf):
+                raise ConfigError("--scale lies between 0 and 1, and --speed is a number above 0")
             _at_least("--requests", 1, self.trace_scale.requests)
             read(self.trace)
 
@@ -77,7 +81,8 @@ class Settings:
 
     def work(self, cell: Cell, write: Writer, repeat: int) -> Work:
         """The prompts of one repeat: the same for every server, new in every repeat."""
-        size = Size(cell.context_tokens, self.scripts, cell.at_once, self.output_tokens)
+        scripts = max(self.scripts, cell.at_once)  # with fewer, clients would have nothing to send
+        size = Size(cell.context_tokens, scripts, cell.at_once, self.output_tokens)
         if cell.workload == TRACE:
             assert self.trace is not None
             again = Writer(write.scale, write.seed + repeat, write.nonce)

@@ -71,7 +71,7 @@ class SeenRequest:
 class Around:
     """What was seen around a pass; None: not looked at, or not told.
 
-    own_process: all that the process was ever asked came from this run, and shares nothing with the pass.
+    own_process: all that the process was asked until the end of the pass came from this run.
     stored_blocks: in all tiers of its store when it started. loaded_bytes: that the store's counters say were read from
     the state's tier. resident_bytes: of the store's segments in the page cache before the pass. read_bytes:
     from storage during the pass, by the kernel's count. unwritten: whether blocks of a fill still waited to be written.
@@ -103,14 +103,13 @@ def prove(state: State, requests: Sequence[SeenRequest], around: Around, slack_t
     may be off: a block where they come from token ids; for Z, what may be reused all the same.
     """
     if doubt := _untold(state, requests):
-        return Proof((), (doubt,))
+        return _joined(Proof((), (doubt,)), _alone(around))
     if state is State.Z:
-        return _nothing(requests, slack_tokens)
+        return _joined(_nothing(requests, slack_tokens), _alone(around))
     if state is State.E:
-        return _joined(_only_inside(requests, slack_tokens), _empty(around))
-    if state is State.W:
-        return _warm(requests, slack_tokens)
-    return _in_tier(state, requests, around, slack_tokens)
+        return _joined(_only_inside(requests, slack_tokens), _empty(around), _alone(around))
+    warm = _warm(requests, slack_tokens) if state is State.W else _in_tier(state, requests, around, slack_tokens)
+    return _joined(warm, _no_more_than_the_fill(requests, slack_tokens), _alone(around))
 
 
 def _untold(state: State, requests: Sequence[SeenRequest]) -> str | None:
@@ -159,20 +158,33 @@ def _only_inside(requests: Sequence[SeenRequest], slack_tokens: int) -> Proof:
 
 def _empty(around: Around) -> Proof:
     """A Kvire server's own word; a foreign one has none beyond its answers."""
-    if around.own_process is None and around.stored_blocks is None:
+    if around.stored_blocks is None:
         return Proof((), ())
-    doubts = []
-    if not around.own_process:
-        doubts.append("the process had answered others before")
     if around.stored_blocks:
-        doubts.append(f"{around.stored_blocks:.0f} blocks lay in its store when it started")
-    return Proof(() if doubts else ("the process and its store began empty",), tuple(doubts))
+        return Proof((), (f"{around.stored_blocks:.0f} blocks lay in its store when it started",))
+    return Proof(("the process and its store began empty",), ())
+
+
+def _alone(around: Around) -> Proof:
+    """Others would take time and room, and may leave what this run then finds."""
+    doubts = ("others asked the process as well",) if around.own_process is False else ()
+    return Proof((), doubts)
+
+
+def _no_more_than_the_fill(requests: Sequence[SeenRequest], slack_tokens: int) -> Proof:
+    """Else the very prompts had been sent before. Where `stored` is an estimate, it may be off by half of the rest."""
+    for request in requests:
+        had = max(request.stored, request.inside)
+        if (request.reused or 0) > had + max(slack_tokens, MOST * (request.prompt - had)):
+            return Proof((), (f"{request.reused} prompt tokens reused, more than the {had:.0f} that the fill had",))
+    return Proof((), ())
 
 
 def _warm(requests: Sequence[SeenRequest], slack_tokens: int) -> Proof:
-    expected = sum(r.stored for r in requests)
-    reused = sum(r.reused or 0 for r in requests)
-    said = f"{reused} prompt tokens reused of {expected:.0f} that the fill had"
+    """Beyond what the chat template begins every prompt with, which proves nothing."""
+    expected = sum(max(0.0, r.stored - slack_tokens) for r in requests)
+    reused = sum(max(0, (r.reused or 0) - slack_tokens) for r in requests)
+    said = f"{reused} prompt tokens reused of {expected:.0f} that the fill had, {slack_tokens} of each prompt left out"
     doubts = [] if expected and reused >= ENOUGH * expected else [said]
     return Proof((said,), (*doubts, *_missed(requests, slack_tokens)))
 
@@ -181,8 +193,8 @@ def _missed(requests: Sequence[SeenRequest], slack_tokens: int) -> Iterator[str]
     """A request that met little of the fill: others of the pass may have met what it brought, and not the fill's."""
     for request in requests:
         stored = request.stored - slack_tokens
-        if (request.reused or 0) < MOST * stored:
-            yield f"of {stored:.0f} prompt tokens that the fill had, one request reused {request.reused}"
+        if stored > 0 and (request.reused or 0) - slack_tokens < MOST * stored:
+            yield f"of {request.stored:.0f} prompt tokens that the fill had, one request reused {request.reused}"
             return
 
 

@@ -74,8 +74,8 @@ class UrlArm:
         elif state is State.Z:
             scripts = marked(scripts, salt)
         done = run(self._endpoint, scripts, loop(self._settings, cell, repeat), extra)
-        same = state is not State.Z or extra is not None
-        return self.judge.measured(cell, repeat, state, work, done, Around(), same_prompts=same)
+        marks = state is State.Z and extra is None
+        return self.judge.measured(cell, repeat, state, work, done, Around(), marked=marks)
 
     def _count(self, messages: Sequence[Message]) -> int:
         answer = ask(self._endpoint, messages, 1)

@@ -50,11 +50,11 @@ def run(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers that were started end as well
     with _Steps() as steps:
         report = measure(arms, settings, steps, command=["kvire", *without_secrets(sys.argv[1:])])
+    print_report(report)  # before the files: a full disk must not cost the run
     if written["json_file"] is not None:
         write(report, written["json_file"])
     if written["html_file"] is not None:
         page(report).write(written["html_file"])
-    print_report(report)
     for path in filter(None, written.values()):
         console.print(f"written: {path}", markup=False, soft_wrap=True)
 

@@ -22,6 +22,8 @@ from kvire.core.errors import ConfigError
 from kvire.store.place import default_store
 
 LETTERS = "ABCDEFGH"  # names of arms
+DEFAULT_MODEL = "smollm2"
+LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.1, 86_400.0
 KEYS = ("--api-key", "--against-key")
 SECRET_IN_URL = re.compile(r"(?<=://)[^\s/@]*@")
 Given = Mapping[str, Any]
@@ -48,12 +50,17 @@ def settings_of(given: Given) -> Settings:
 
 def arms_of(given: Given, settings: Settings) -> dict[str, Arm]:
     """The servers, by letter. Raises ConfigError, ModelNotFoundError or UnsupportedModelError."""
+    if not LEAST_TIMEOUT_S <= given["timeout"] <= MOST_TIMEOUT_S:
+        raise ConfigError(f"--timeout lies between {LEAST_TIMEOUT_S:g} and {MOST_TIMEOUT_S:g} seconds")
     if given["url"] is not None:
-        if given["options"] or given["store"] or given["remote"]:
-            raise ConfigError("--options, --store and --remote are for the built-in engine; leave them out with --url")
+        if given["model"] or given["options"] or given["store"] or given["remote"]:
+            raise ConfigError(
+                "--model, --options, --store and --remote are for the built-in engine; leave them out with --url, "
+                "whose model --served-name names"
+            )
         arms: list[Arm] = [_foreign(given, given["url"], given["api_key"], settings)]
     else:
-        models, stores = _words(given["model"]), _words(given["store"] or "")
+        models, stores = _words(given["model"] or "") or (DEFAULT_MODEL,), _words(given["store"] or "")
         arms = [
             _built_in(given, model, Path(store).expanduser(), given["options"], settings)
             for model in models
@@ -94,7 +101,7 @@ def _second(given: Given, settings: Settings, others: int) -> Arm:
     if given["url"] is not None:
         raise ConfigError("--against takes options of `kvire serve` only beside the built-in engine; give it a URL")
     place = Path(given["store"]).expanduser() if given["store"] else default_store().parent
-    return _built_in(given, given["model"], place, against, settings)
+    return _built_in(given, given["model"] or DEFAULT_MODEL, place, against, settings)
 
 
 def _built_in(given: Given, model: str, place: Path, options: str, settings: Settings) -> KvireArm:

@@ -13,7 +13,15 @@ def _option(kind: Any, help_text: str, panel: str, *names: str, **more: Any) -> 
 
 
 ASKED: dict[str, tuple[Any, Any]] = {
-    "model": (_option(str, "Model of the built-in engine; several, separated by commas.", _WHAT), "smollm2"),
+    "model": (
+        _option(
+            str | None,
+            "Model of the built-in engine, by default smollm2; several, separated by commas.",
+            _WHAT,
+            show_default=False,
+        ),
+        None,
+    ),
     "options": (_option(str, 'More for `kvire serve`, such as "--kv-dtype float16".', _WHAT), ""),
     "against": (
         _option(
@@ -71,7 +79,7 @@ ASKED: dict[str, tuple[Any, Any]] = {
         ),
         None,
     ),
-    "scripts": (_option(int, "Documents, conversations or agents in a pass.", _LOAD), 2),
+    "scripts": (_option(int, "Documents, conversations or agents in a pass; at least one a client.", _LOAD), 2),
     "output_tokens": (_option(int, "Length of every answer.", _LOAD), 16),
     "repeats": (_option(int, "How often everything is measured.", _LOAD), 5),
     "seed": (_option(int, "What prompts and arrivals are drawn from.", _LOAD), 0),
@@ -79,7 +87,7 @@ ASKED: dict[str, tuple[Any, Any]] = {
     "speed": (_option(float, "How much faster a trace's requests arrive.", _LOAD), 1.0),
     "requests": (_option(int, "How many requests of a trace.", _LOAD), 50),
     "slo": (_option(str, "What a request must meet to count for goodput, in seconds.", _LOAD), "ttft=1,tpot=0.1"),
-    "timeout": (_option(float, "Seconds that one request may take.", _LOAD, min=0.1), 600.0),
+    "timeout": (_option(float, "Seconds that one request may take.", _LOAD), 600.0),
     "url": (
         _option(
             str | None,

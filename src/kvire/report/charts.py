@@ -107,7 +107,7 @@ def draw_lines(
             axes.plot(
                 one.x,
                 _gaps(one.y),
-                label=one.label,
+                label=_plain(one.label),
                 color=colour,
                 marker=marker,
                 markersize=4,
@@ -117,7 +117,7 @@ def draw_lines(
             if one.low and one.high:
                 axes.fill_between(one.x, _gaps(one.low), _gaps(one.high), color=colour, alpha=0.18, linewidth=0)
         for (label, y), colour in zip(levels, _cycle(tuple(reversed(COLOURS))), strict=False):
-            axes.axhline(y, color=colour, linestyle="--", linewidth=1.2, label=label)
+            axes.axhline(y, color=colour, linestyle="--", linewidth=1.2, label=_plain(label))
         axes.set_xscale("log" if log_x else "linear")
         axes.set_yscale("log" if log_y else "linear")
         _legend(figure, len(series) + len(levels))
@@ -135,10 +135,12 @@ def draw_bars(
             assert len(one.y) == len(categories)
             heights = [value or 0.0 for value in one.y]
             places = [at if stacked else at + (i - (len(series) - 1) / 2) * width for at in range(len(categories))]
-            axes.bar(places, heights, width * 0.94, label=one.label, color=colour, bottom=floor if stacked else None)
+            axes.bar(
+                places, heights, width * 0.94, label=_plain(one.label), color=colour, bottom=floor if stacked else None
+            )
             _whiskers(axes, places, one)
             floor = [below + height for below, height in zip(floor, heights, strict=True)]
-        axes.set_xticks(range(len(categories)), categories)
+        axes.set_xticks(range(len(categories)), [_plain(one) for one in categories])
         axes.set_yscale("log" if log_y else "linear")
         axes.margins(y=0.08)
         _legend(figure, len(series))
@@ -162,9 +164,9 @@ def _figure(labels: Labels) -> "Iterator[tuple[Figure, Axes]]":
     with rc_context(dict.fromkeys(inked, INK) | {"font.size": 10.5}):
         figure = Figure((WIDTH_IN, HEIGHT_IN), layout="constrained", facecolor="none")
         axes = figure.add_subplot(facecolor="none")
-        axes.set_title(labels.title, loc="left", fontsize=11.5)
-        axes.set_xlabel(labels.x)
-        axes.set_ylabel(labels.y)
+        axes.set_title(_plain(labels.title), loc="left", fontsize=11.5)
+        axes.set_xlabel(_plain(labels.x))
+        axes.set_ylabel(_plain(labels.y))
         axes.grid(axis="y", alpha=0.25, linewidth=0.7)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
@@ -191,6 +193,11 @@ def _svg(figure: "Figure", labels: Labels, style: str = "") -> str:
 def _legend(figure: "Figure", entries: int) -> None:
     if entries > 1:
         figure.legend(loc="outside lower center", ncols=min(entries, 3), frameon=False, fontsize=9.5)  # off the data
+
+
+def _plain(text: str) -> str:
+    """What shows this text: matplotlib takes dollars for mathematics and hides labels that begin with an underscore."""
+    return ("\u200b" if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def _gaps(values: Sequence[float | None]) -> list[float]:
