@@ -65,12 +65,12 @@ $(ENGINES)/sglang-%:
 	$(PIP) download -q --no-deps -d $@ sglang==$*
 	cd $@ && python3 -m zipfile -e sglang-*.whl .
 
-OLD_VLLM := tests/connectors/vllm/test_engine.py
+OLD_VLLM := tests/connectors/vllm/test_engine.py tests/connectors/vllm/test_engine_trouble.py
 connectors: $(VENV)/.dev $(ENGINES)/vllm-0.31.0 $(ENGINES)/vllm-0.32.0 $(ENGINES)/transformers-5.0.0 \
-		$(ENGINES)/sglang-0.5.23  ## the connectors on real engines, which it installs (5 GB)
+		$(ENGINES)/sglang-0.5.23  ## the connectors on real engines, which it installs (8 GB)
 	KVIRE_VLLM_PYTHON=$(abspath $(ENGINES)/vllm-0.32.0/bin/python) \
 	KVIRE_TRANSFORMERS_LOW_PYTHON=$(abspath $(ENGINES)/transformers-5.0.0/bin/python) \
-	KVIRE_SGLANG_SOURCE=$(abspath $(ENGINES)/sglang-0.5.23) $(PY) -m pytest -n $(JOBS) --dist worksteal tests/connectors
+	KVIRE_SGLANG_SOURCE=$(abspath $(ENGINES)/sglang-0.5.23) $(PY) -m pytest -n $(JOBS) --dist worksteal -m engine tests/connectors
 	KVIRE_VLLM_PYTHON=$(abspath $(ENGINES)/vllm-0.31.0/bin/python) $(PY) -m pytest $(OLD_VLLM)
 
 gpu-check: $(VENV)/.dev  ## is it right on this machine's GPU, and how fast; less than six minutes

@@ -5,11 +5,13 @@ import kvire  # noqa: F401  (before torch: it sets how OpenMP threads wait)
 
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
+from harness import full_disk
 from harness.sanitizer import load_library_under_test
 from harness.waiting import PATIENCE_S
 
@@ -41,6 +43,13 @@ def patient_stores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """What a store has still to write when it closes is written, however busy the machine."""
     if "store" not in request.path.parts[-2:]:  # there, the limit is what some tests are about
         monkeypatch.setattr("kvire.store.tiered.FLUSH_S", PATIENCE_S)
+
+
+@pytest.fixture
+def small_file_system(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MB; the test is skipped where mounting is not allowed."""
+    with full_disk.small_file_system(tmp_path / "small") as folder:
+        yield folder
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ The tiers' side of these and of the cases from S44 on is in tests/store.
 
 import random
 import threading
-import time
 
 import pytest
 from engine import test_store, test_store_kinds
@@ -81,19 +80,21 @@ def s08_a_pool_for_two_and_a_tier_for_all() -> None:
 
 
 def s09_copies_that_take_their_time() -> None:
-    """Blocks swap constantly, each read and write is held up: every one that is back is bit for bit what it was."""
+    """Blocks swap constantly, reads and writes are held up: every one that is back is bit for bit what it was."""
     rng, tier = random.Random(9), BentTier()
     prompts = [words(900 + i, rng.randrange(2 * B, 5 * B)) for i in range(8)]
     expected = {tuple(p): oracle(p, max_tokens=4, logprobs=2, prompt_logprobs=None) for p in prompts}
-    write = tier.write
-    tier.write = lambda *arguments, **options: time.sleep(rng.uniform(0.005, 0.05)) or write(*arguments, **options)
+    write, swapped = tier.write, threading.Event()
+    tier.write = lambda *arguments, **options: swapped.wait(PATIENCE_S) and write(*arguments, **options)
     with folder() as path, open_store(path, tier) as store:
-        tier.slow_s = 0.003
+        tier.slow_s = 0.02
         engine = engine_over(store, num_blocks=12, deterministic=True, token_s=PATIENT_S)
         compared = 0
         for _ in range(4):
             requests = [request(rng.choice(prompts), max_tokens=4) for _ in range(6)]
+            swapped.clear()
             answers = drive(engine, requests)
+            swapped.set()  # written only now that other blocks lie where these did
             for one in requests:
                 assert answers[one.request_id, 0].token_ids == expected[one.token_ids].token_ids
             assert store.flush(30)

@@ -1,5 +1,5 @@
-"""Published frames: what this format's first version wrote is read, and written, bit for bit. Provisional until the
-format is declared final (docs/format.md); a change then means a new version and new vectors beside these.
+"""Published frames: what this format's first version wrote is read, and all but byte planes written, bit for bit. The
+format is frozen (docs/format.md): a change means a new version and new vectors beside these.
 """
 
 import json

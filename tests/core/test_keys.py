@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvire.core.keys import Namespace, block_key, block_keys
+from kvire.core.keys import ContentChain, Namespace, block_key, block_keys, content_ids
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "keys.json"
 BASE = Namespace("w" * 64, "c" * 64, "float32/native-avx2", "float16", "full:30x3x64+64", 32)
@@ -92,3 +92,21 @@ def test_block_key_depends_on_its_parent() -> None:
     ids = list(range(32))
     assert block_key(BASE.root, ids) != block_key(block_key(BASE.root, ids), ids)
     assert block_key(BASE.with_salt("a").root, ids) != block_key(BASE.with_salt("b").root, ids)
+
+
+@given(st.lists(st.integers(0, 200_000), max_size=40), st.integers(0, 40))
+def test_content_ids_that_come_bit_by_bit_are_those_of_the_whole(token_ids: list[int], cut: int) -> None:
+    ends = range(1, len(token_ids) + 1)
+    chain = ContentChain("salt")
+    found = [chain.add([token_id]) for token_id in token_ids[:cut]]
+    twin = chain.copy()
+    chain.add([7])  # of no concern to its copy
+    assert found + [twin.add([token_id]) for token_id in token_ids[cut:]] == content_ids("salt", token_ids, ends)
+
+
+def test_a_content_id_is_of_all_tokens_up_to_its_end_and_the_salt() -> None:
+    ids = content_ids("salt", [1, 2, 3, 4], [2, 4])
+    assert [found.hex() for found in ids] == ["ea712c685135caf37f0ce5fd5e008bb0", "4b909f411357cf745f75fcfa9083ae5b"]
+    assert content_ids("salt", [1, 2, 3, 4], [4]) == ids[1:]
+    assert not set(content_ids("salt", [9, 2, 3, 4], [2, 4])) & set(ids)
+    assert not set(content_ids("pepper", [1, 2, 3, 4], [2, 4])) & set(ids)

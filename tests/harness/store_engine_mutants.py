@@ -182,7 +182,7 @@ def stored_blocks_grow(patch: pytest.MonkeyPatch) -> None:
         seq, link = chunk.seq, self.prefetcher.link
         if seq.num_published and len(seq.lease.leases[0]) > seq.num_published:
             index = seq.num_published - 1
-            record = link._record(seq, index, 0, link._contents(seq, index + 1)[index])
+            record = link._record(seq, index, 0, seq.block_contents(index + 1)[index])
             link.store.save(record, link._memory(seq.lease, index + 1, 0))
 
     patch.setattr(Scheduler, "advance", broken)

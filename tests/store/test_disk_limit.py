@@ -1,14 +1,11 @@
 """The limit: what `du` says, at every moment, with several processes; and on a file system that is full."""
 
-import errno
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from harness.full_disk import fill_up
 from harness.waiting import until
 from store.disk_cases import MIB, WatchedFiles, disk_usage, get, held, put, record_of
 
@@ -87,20 +84,6 @@ def test_the_index_takes_no_more_than_was_reckoned_with(tmp_path: Path) -> None:
     assert disk_usage(tmp_path) <= limit
 
 
-@pytest.fixture
-def small_file_system(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 MB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs to mount a file system of 64 MB: run as root, where mounting is allowed")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def test_a_file_system_smaller_than_the_limit_is_used_as_far_as_it_goes(small_file_system: Path) -> None:
     with DiskTier(small_file_system / "store", 512 * MIB) as tier:
         kept = sum(put(tier, record_of(number), size=200_000) for number in range(600))
@@ -131,16 +114,6 @@ def test_a_file_system_that_others_fill_costs_writes_and_nothing_else(small_file
         until(lambda: kept(tier))
         assert tier.degraded == ""
         assert all(get(tier, record) == 0 for record, here in zip(records, held(tier, records), strict=True) if here)
-
-
-def fill_up(path: Path) -> None:
-    """Write until the file system takes no more."""
-    with path.open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-        except OSError as error:
-            assert error.errno == errno.ENOSPC  # noqa: PT017 - how many writes it takes is not known before
 
 
 def kept(tier: DiskTier) -> bool:

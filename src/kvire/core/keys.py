@@ -8,7 +8,8 @@ the same key in every process, on every machine; tests/golden/keys.json holds pu
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
-from typing import NewType, Self
+from itertools import pairwise
+from typing import Any, NewType, Self
 
 import numpy as np
 
@@ -84,10 +85,24 @@ def content_ids(salt: str, token_ids: Sequence[int], ends: Sequence[int]) -> lis
 
     Nothing is ever loaded by them: they only say why a key was not found. salt: the tenant's.
     """
-    digest = sha256(field("kvire", b"content") + field("salt", salt.encode("utf-8")))
-    found, start = [], 0
-    for end in ends:
-        digest.update(np.asarray(token_ids[start:end], dtype="<i4").tobytes())
-        found.append(digest.copy().digest()[:16])
-        start = end
-    return found
+    chain = ContentChain(salt)
+    return [chain.add(token_ids[start:end]) for start, end in pairwise([0, *ends])]
+
+
+class ContentChain:
+    """Content ids of tokens that come bit by bit, at the price of the new ones. salt: the tenant's. begun: the SHA-256
+    of what came before, if anything did.
+    """
+
+    def __init__(self, salt: str, begun: Any = None) -> None:
+        self._digest = begun or sha256(field("kvire", b"content") + field("salt", salt.encode("utf-8")))
+        self._salt = salt
+
+    def add(self, token_ids: Sequence[int]) -> bytes:
+        """The content id of all tokens so far and these."""
+        self._digest.update(np.asarray(token_ids, dtype="<i4").tobytes())
+        return self._digest.copy().digest()[:16]
+
+    def copy(self) -> "ContentChain":
+        """One that goes on from here by itself."""
+        return ContentChain(self._salt, self._digest.copy())

@@ -5,7 +5,7 @@ from enum import Enum, auto
 from typing import Any
 
 from kvire.cache.grouped import GroupedLease
-from kvire.core.keys import BlockKey, block_keys
+from kvire.core.keys import BlockKey, ContentChain, block_keys
 from kvire.core.report import CacheReport, MissReason
 from kvire.engine.detokenizer import Detokenizer
 from kvire.engine.loading import Load
@@ -63,7 +63,8 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self.contents: list[bytes] = []  # content ids of full blocks, as far as they are known
+        self.contents: list[bytes] = []  # as far as they were asked for
+        self.content_chain = ContentChain(self.salt)
         self.looked_up: tuple[int, float, Any] | None = None  # device blocks, when, and what is stored beyond
         self.load: Load | None = None  # blocks on their way from the store
         self.passed_over = False  # something is stored, but computing it is faster
@@ -140,6 +141,12 @@ class Sequence:
         self.keys = block_keys(self.root, self.token_ids, self.block_size, self.keys)
         return self.keys
 
+    def block_contents(self, stop: int) -> list[bytes]:
+        """Content ids (keys.content_ids) of the first `stop` full blocks, at least."""
+        for index in range(len(self.contents), stop):
+            self.contents.append(self.content_chain.add(self.block_tokens(index)))
+        return self.contents
+
     def parent_of(self, index: int) -> BlockKey:
         """Key of the block before block `index`, or the root."""
         return self.keys[index - 1] if index else self.root
@@ -156,6 +163,7 @@ class Sequence:
     def share_prompt(self, source: "Sequence") -> None:
         """The prompt's KV, and where it came from, are those of another sample of the same request."""
         self.keys, self.contents = list(source.keys), list(source.contents)
+        self.content_chain = source.content_chain.copy()
         self.num_computed, self.num_published = source.num_computed, source.num_published
         self.detached, self.most_computed = source.detached, source.most_computed
         self.device_tokens, self.loaded_tokens = source.device_tokens, source.loaded_tokens.copy()

@@ -13,7 +13,7 @@ from secrets import token_hex
 from kvire.cache.grouped import GroupedLease, GroupedPool
 from kvire.cache.paged import PagedKV
 from kvire.core.errors import StoreError
-from kvire.core.keys import BlockKey, Namespace, content_ids
+from kvire.core.keys import BlockKey, Namespace
 from kvire.core.record import BlockId, BlockRecord
 from kvire.engine.loading import Load
 from kvire.engine.sequence import Sequence
@@ -123,7 +123,7 @@ class StoreLink:
 
     def start(self, seq: Sequence, lease: GroupedLease, stored: Stored, way: Way) -> Load:
         """Begin to load into the blocks of `lease`."""
-        contents = self._contents(seq, stored.stop)
+        contents = seq.block_contents(stored.stop)
         wanted = [
             Wanted(self._record(seq, index, group, contents[index]), self._memory(lease, index, group))
             for index, group in stored.blocks
@@ -137,7 +137,7 @@ class StoreLink:
         indices = list(indices)
         if not indices or not seq.request.store:
             return
-        contents = self._contents(seq, indices[-1] + 1)
+        contents = seq.block_contents(indices[-1] + 1)
         for index in indices:
             for group in range(len(self.paged.slabs)):
                 record = self._record(seq, index, group, contents[index])
@@ -161,7 +161,7 @@ class StoreLink:
         block_size = self.pool.block_size
         start, stop = index * block_size, min((index + 1) * block_size, seq.num_prompt)
         whole = stop - start == block_size
-        contents = self._contents(seq, seq.num_prompt // block_size)
+        contents = seq.block_contents(seq.num_prompt // block_size)
         return self.store.explain(
             MissQuery(
                 parent=seq.parent_of(index),
@@ -173,12 +173,6 @@ class StoreLink:
                 later=tuple(contents[index + 1 : seq.num_prompt // block_size]),
             )
         )
-
-    def _contents(self, seq: Sequence, stop: int) -> list[bytes]:
-        block_size = self.pool.block_size
-        if len(seq.contents) < stop:
-            seq.contents = content_ids(seq.salt, seq.token_ids, range(block_size, len(seq.token_ids) + 1, block_size))
-        return seq.contents
 
     def _record(self, seq: Sequence, index: int, group: int, content: bytes) -> BlockRecord:
         return BlockRecord(

@@ -108,6 +108,13 @@ def interface(arguments: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> It
         sys.modules |= before
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs SGLang's files."""
+    for item in items:
+        if "interface" in getattr(item, "fixturenames", ()) and item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.engine)
+
+
 def _is_ours(name: str) -> bool:
     return name.split(".", maxsplit=1)[0] == "sglang" or name == "kvire.connectors.sglang.storage"
 

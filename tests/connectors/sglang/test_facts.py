@@ -52,7 +52,6 @@ def test_what_does_not_change_kv(finds, arguments, argument, value) -> None:
         ("kv_cache_dtype", "fp8_e4m3"),
         ("quantization", "fp8"),
         ("json_model_override_args", '{"rope_theta": 5}'),
-        ("enable_lora", True),
         ("a_quantization_nobody_knows_yet", "int2"),
     ],
 )
@@ -134,6 +133,14 @@ def test_tenants(finds) -> None:
 def test_wrong_options_are_refused_by_name(start, extra, match) -> None:
     with pytest.raises(ConfigError, match=match):
         start(**extra)
+
+
+@pytest.mark.parametrize(("argument", "value"), [("enable_lora", True), ("lora_paths", ["sql=/adapters/sql"])])
+def test_adapters_are_refused(start, arguments, argument, value) -> None:
+    """The hash of a page has an adapter's name and path: one that was trained anew would get the KV of the old one."""
+    setattr(arguments, argument, value)
+    with pytest.raises(UnsupportedModelError, match="adapter"):
+        start()
 
 
 def test_models_with_images_are_refused(start, arguments, tmp_path) -> None:

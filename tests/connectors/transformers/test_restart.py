@@ -81,6 +81,7 @@ def lowest() -> str:
     return python
 
 
+@pytest.mark.engine
 def test_another_version_is_another_namespace(checkpoint, tmp_path, lowest) -> None:
     """Neither reads the other's blocks, and each finds its own again."""
     for python, reused in ((lowest, 0), (sys.executable, 0), (lowest, 96), (sys.executable, 96)):
@@ -88,6 +89,7 @@ def test_another_version_is_another_namespace(checkpoint, tmp_path, lowest) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.engine
 def test_all_of_this_folder_on_the_lowest_version(lowest) -> None:
     environment = {name: value for name, value in os.environ.items() if name != LOWEST}
     command = [lowest, "-m", "pytest", str(HERE), "-q", "-m", "not slow"]

@@ -24,15 +24,8 @@ def salt_dropped(patch: pytest.MonkeyPatch) -> None:
 
 def keys_from_the_builtin_hash(patch: pytest.MonkeyPatch) -> None:
     """Keys are hashes of Python's own, which differ from process to process."""
-
-    def broken(root, ids, size, known=()):
-        keys = list(known)
-        for start in range(len(keys) * size, len(ids) - size + 1, size):
-            number = hash((keys[-1] if keys else root, tuple(ids[start : start + size])))
-            keys.append(BlockKey(number.to_bytes(8, "little", signed=True) * 4))
-        return keys
-
-    patch.setattr("kvire.connectors.vllm.requests.block_keys", broken)
+    digest = lambda parent, tokens: BlockKey(hash((parent, tuple(tokens))).to_bytes(8, "little", signed=True) * 4)
+    patch.setattr("kvire.connectors.vllm.requests.block_key", digest)
 
 
 def weights_are_known_by_name(patch: pytest.MonkeyPatch) -> None:

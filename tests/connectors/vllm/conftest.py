@@ -1,12 +1,11 @@
 """Real vLLM engines for tests."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from connectors.vllm.engine_process import PYTHON, Vllm
+from connectors.vllm.engine_process import NEEDS_VLLM, Vllm
 from models.tiny import make_tiny
 
 from kvire.core.config import StoreConfig
@@ -47,8 +46,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Vllm]]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start vLLM take long, and need it."""
     for item in items:
-        if "start" in getattr(item, "fixturenames", ()):
+        if "start" in getattr(item, "fixturenames", ()) and item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.slow)
-            if PYTHON not in os.environ:
-                reason = f"needs vLLM: set {PYTHON} to a Python that can import it (docs/vllm.md)"
-                item.add_marker(pytest.mark.skip(reason=reason))
+            item.add_marker(pytest.mark.engine)
+            item.add_marker(NEEDS_VLLM)

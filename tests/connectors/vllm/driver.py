@@ -127,7 +127,9 @@ class Driver:
         return found
 
     def events(self) -> list[list[Any]]:
-        """Events about the store's blocks that were published until now: [kind, hash, parent, tokens]."""
+        """Events about the store's blocks that were published until now: [kind, hash, parent, tokens, group's index,
+        kind and window].
+        """
         from msgspec.msgpack import Decoder
         from vllm.distributed.kv_events import KVEventBatch
 
@@ -136,7 +138,11 @@ class Driver:
             for event in Decoder(type=KVEventBatch).decode(self.events_of.recv_multipart()[-1]).events:
                 if getattr(event, "ownership", None) == "kvire":
                     parent, tokens = getattr(event, "parent_block_hash", None), getattr(event, "token_ids", [])
-                    found.append([type(event).__name__, event.block_hashes[0], parent, tokens])
+                    kind = getattr(event, "kv_cache_spec_kind", None)
+                    window = getattr(event, "kv_cache_spec_sliding_window", None)
+                    found.append(
+                        [type(event).__name__, event.block_hashes[0], parent, tokens, event.group_idx, kind, window]
+                    )
         return found
 
     def forget_device(self, *, connector: bool = False) -> bool:

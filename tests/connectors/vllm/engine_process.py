@@ -9,12 +9,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
+import pytest
 from connectors.vllm.driver import ANSWER
 
 import kvire
 
 DRIVER = Path(__file__).parent / "driver.py"
 PYTHON = "KVIRE_VLLM_PYTHON"
+NEEDS_VLLM = pytest.mark.skipif(
+    PYTHON not in os.environ, reason=f"needs vLLM: set {PYTHON} to a Python that can import it (docs/vllm.md)"
+)
 
 
 class EngineGoneError(Exception):

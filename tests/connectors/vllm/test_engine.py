@@ -99,6 +99,7 @@ def test_drafts_that_are_rejected_are_never_kept(llama: Path, tmp_path: Path, st
 
 
 def test_groups_with_windows(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, start: Start) -> None:
+    """And events tell of each group's share of a block by itself."""
     shape = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}
     gemma = make_tiny("gemma3_text", tmp_path_factory.mktemp("gemma"), **shape)
     asked = prompts(12, seed=3)
@@ -106,10 +107,20 @@ def test_groups_with_windows(tmp_path_factory: pytest.TempPathFactory, tmp_path:
         expected = alone("generate", prompts=asked, max_tokens=40)["tokens"]
     with start(gemma, options(tmp_path), arguments=SMALL) as cold:
         assert cold("generate", prompts=asked, max_tokens=40)["tokens"] == expected
-    with start(gemma, options(tmp_path), arguments=SMALL) as warm:
+    with start(gemma, options(tmp_path), arguments=SMALL, events=f"ipc://{tmp_path}/events") as warm:
         again = warm("generate", prompts=asked, max_tokens=40)
         assert again["tokens"] == expected
         assert again["cached"] == [whole(prompt) for prompt in asked]
+        came = warm("events")
+    assert {event[0] for event in came} == {"BlockStored"}
+    assert {tuple(event[5:]) for event in came} == {("full_attention", None), ("sliding_window", 64)}
+    assert len({(event[1], event[4]) for event in came}) == len(came), "each share once"
+    groups = {(event[4], event[5]) for event in came}
+    assert sorted(index for index, _ in groups) == list(range(len(groups)))
+    blocks = {tuple(prompt[:stop]) for prompt in asked for stop in range(BLOCK, len(prompt) + 1, BLOCK)}
+    for index, kind in groups:
+        if kind == "full_attention":
+            assert sum(event[4] == index for event in came) >= len(blocks)
 
 
 def test_tenants_by_cache_salt_share_nothing(llama: Path, tmp_path: Path, start: Start) -> None:
@@ -160,8 +171,9 @@ def test_events_tell_of_blocks_in_the_store(llama: Path, tmp_path: Path, start: 
     with start(llama, options(tmp_path), arguments=SMALL, events=endpoint) as engine:
         engine("generate", prompts=[prompt], max_tokens=2)
         came = engine("events")
-        assert [(kind, tokens) for kind, _, _, tokens in came] == [("BlockStored", block) for block in blocks]
-        assert [parent for _, _, parent, _ in came] == [None, *(name for _, name, _, _ in came[:-1])]
+        assert [(kind, tokens) for kind, _, _, tokens, *_ in came] == [("BlockStored", block) for block in blocks]
+        assert [parent for _, _, parent, *_ in came] == [None, *(event[1] for event in came[:-1])]
+        assert all(event[4:] == [0, "full_attention", None] for event in came)
         shutil.rmtree(tmp_path / "store")
         engine("forget_device")
         engine("generate", prompts=[prompt], max_tokens=2)

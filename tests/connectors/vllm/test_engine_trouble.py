@@ -12,6 +12,7 @@ import redis
 from connectors.vllm.checks import killed_at_random
 from connectors.vllm.engine_process import EngineGoneError
 from connectors.vllm.test_engine import BLOCK, SMALL, options, prompts, whole
+from harness.full_disk import fill_up
 from harness.waiting import PATIENCE_S, until
 from store.remote_stubs import Stub, redis_request
 from store.servers import redis_server
@@ -116,6 +117,40 @@ def test_a_store_too_small_for_anything(
             assert engine("generate", prompts=asked, max_tokens=40)["tokens"] == expected
     used = sum(file.stat().st_blocks * 512 for file in (tmp_path / "store").rglob("*") if file.is_file())
     assert used <= 5_000_000
+
+
+def test_a_file_system_that_others_fill(
+    llama: Path, tmp_path: Path, small_file_system: Path, start: Start, asked: list[list[int]]
+) -> None:
+    """Costs writes, which are counted, and nothing else; with room again, saving goes on."""
+    folder, others = small_file_system / "store", small_file_system / "of somebody else"
+    first, later = asked[:8], asked[8:]
+    with start(llama, None, arguments=SMALL) as alone:
+        expected = [alone("generate", prompts=part, max_tokens=40)["tokens"] for part in (first, later)]
+    with start(llama, options(tmp_path, store=str(folder)), arguments=SMALL) as engine:
+        fill_up(others)
+
+        def refused() -> float:
+            assert engine("forget_device")
+            assert engine("generate", prompts=first, max_tokens=40)["tokens"] == expected[0]
+            figures = engine("metrics")
+            assert "kvire_matched_tokens disk" not in figures
+            return figures.get("kvire_refused_writes disk", 0)
+
+        until(refused)
+        others.unlink()
+
+        def kept() -> bool:
+            assert engine("forget_device")
+            answer = engine("generate", prompts=later, max_tokens=40)
+            assert answer["tokens"] == expected[1]
+            return answer["cached"] == [whole(prompt) for prompt in later]
+
+        until(kept, every_s=0.5)
+    with start(llama, options(tmp_path, store=str(folder)), arguments=SMALL) as again:
+        answer = again("generate", prompts=later, max_tokens=40)
+        assert answer["tokens"] == expected[1]
+        assert answer["cached"] == [whole(prompt) for prompt in later]
 
 
 def test_remotes_that_are_not_there_or_never_answer_are_not_waited_for(

@@ -41,6 +41,27 @@ def test_importing_it_needs_neither_vllm_nor_torch_nor_our_engine() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_vllm_before_the_oldest_is_refused() -> None:
+    program = (
+        "import sys, types\n"
+        "sys.modules['vllm'] = vllm = types.ModuleType('vllm')\n"
+        "from kvire.connectors.vllm.identity import check_options\n"
+        "from kvire.core.errors import ConfigError\n"
+        "for vllm.__version__ in sys.argv[1:]:\n"
+        "    try:\n"
+        "        check_options(None)\n"
+        "    except ConfigError as error:\n"
+        "        print(error)\n"
+        "    except AttributeError:\n"
+        "        pass  # it would look at the options now\n"
+    )
+    versions = ["0.9.2", "0.30.0", "0.31.0", "1.0.0", "0.1.dev1+g0123456", "dev"]
+    done = subprocess.run([sys.executable, "-c", program, *versions], capture_output=True, text=True, check=True)
+    refused = done.stdout.splitlines()
+    assert ["this is 0.9.2" in refused[0], "this is 0.30.0" in refused[1]] == [True, True], refused
+    assert len(refused) == 2 and all("0.31 or newer" in line for line in refused)
+
+
 # Groups
 
 
@@ -278,23 +299,47 @@ def test_a_remote_tier_that_does_not_answer_is_not_waited_for(store: TieredStore
 # Events
 
 
-def test_events_say_what_came_and_what_went(store: TieredStore) -> None:
-    announcer = Announcer(on=True)
+def three_blocks() -> Tracked:
     request = Request("a", list(range(12)), cache_salt="s")
     request.block_hashes = [bytes([i]) for i in range(3)]
     tracked = Tracked(request, "salt", BlockKey(bytes(32)), 4)
     tracked.extend()
+    return tracked
+
+
+def test_events_say_what_came_and_what_went() -> None:
+    announcer, tracked = Announcer(1, on=True), three_blocks()
     for block in tracked.blocks:
-        announcer.offered(tracked, block)
+        announcer.offered(tracked, block, [0])
     assert announcer.take() == [], "not before the store took it"
     announcer.saved([block.key for block in tracked.blocks[:2]])
     first, second = announcer.take()
     assert (first.came, first.hash, first.parent, first.cache_salt) == (True, b"\0", None, "s")
     assert (second.hash, second.parent, second.token_ids, second.cache_salt) == (b"\1", b"\0", (4, 5, 6, 7), None)
-    announcer.found(tracked, [True, False, True])
+    announcer.found(tracked, [["disk"], [None], ["disk"]])
     assert [(event.came, event.hash) for event in announcer.take()] == [(False, b"\1"), (True, b"\2")]
     announcer.clear()
     assert [(event.came, event.hash) for event in announcer.take()] == [(False, b"\0"), (False, b"\2")]
+
+
+def test_events_tell_each_groups_share_of_a_block() -> None:
+    """Of two groups and two workers: a share is there when both workers have it."""
+    announcer, tracked = Announcer(2, on=True), three_blocks()
+    keys = [block.key for block in tracked.blocks]
+
+    def taken() -> list[tuple[bool, bytes, int]]:
+        return [(event.came, event.hash, event.group) for event in announcer.take()]
+
+    announcer.offered(tracked, tracked.blocks[0], [0])  # the second group's window has moved on
+    announcer.offered(tracked, tracked.blocks[1], [0, 1])
+    announcer.saved(keys[:2])
+    assert taken() == [(True, b"\0", 0), (True, b"\1", 0), (True, b"\1", 1)]
+    announcer.found(tracked, [["disk", None, "disk", None], ["disk", "disk", "disk", None], ["ram", "disk"] * 2])
+    assert taken() == [(False, b"\1", 1), (True, b"\2", 0), (True, b"\2", 1)]
+    announcer.gone(keys[2])
+    assert taken() == [(False, b"\2", 0), (False, b"\2", 1)]
+    announcer.clear()
+    assert taken() == [(False, b"\0", 0), (False, b"\1", 0)]
 
 
 def test_of_several_workers_the_least_counts() -> None:

@@ -14,19 +14,14 @@ from typing import Any, Self
 
 import pytest
 from connectors.store_commands import sound_and_whole
-from connectors.vllm.engine_process import PYTHON, Vllm
+from connectors.vllm.engine_process import NEEDS_VLLM, PYTHON, Vllm
 from connectors.vllm.test_engine import BLOCK, SMALL, options, prompts
 from connectors.vllm.test_engine_trouble import damage
 from store.servers import redis_server
 
 import kvire
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        PYTHON not in os.environ, reason=f"needs vLLM: set {PYTHON} to a Python that can import it (docs/vllm.md)"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.engine, NEEDS_VLLM]
 HERE = Path(__file__).parent
 TOKENS = 16  # in a block of secondary_driver.py
 CHUNKS = 40  # of an engine's CPU tier there

@@ -18,12 +18,10 @@ from kvire.models.refusal import IMAGE_FIELDS
 # Server arguments that can change KV, told by what their names speak of, so that new ones count before anybody knows
 # them. Where a model lies, and what it is called, does not matter: its files are hashed.
 TELLING = re.compile(
-    "dtype|quant|attention|backend|moe|rope|lora|speculative|torchao|override|context_length|load_format|model_impl|"
+    "dtype|quant|attention|backend|moe|rope|speculative|torchao|override|context_length|load_format|model_impl|"
     "deterministic|compile|precision|sparse|indexer"
 )
-INERT = re.compile(
-    "hicache|^served_|^disagg|^grammar|^sampling|^lora_(path|eviction|drain)|storage|cuda_graph|preferred"
-)
+INERT = re.compile("hicache|^served_|^disagg|^grammar|^sampling|lora|storage|cuda_graph|preferred")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +39,11 @@ class Server:
         if storage_config.dcp_size > 1:
             raise ConfigError("decode context parallelism is not supported: SGLang divides pages in a way of its own")
         arguments = _arguments()
+        if arguments.get("enable_lora") or arguments.get("lora_paths"):
+            raise UnsupportedModelError(
+                "adapters are not supported: SGLang's page hashes hold an adapter's name and path, not its weights, so "
+                "a retrained one would get the old one's KV. Leave --hicache-storage-backend out, or merge the adapter."
+            )
         model = _folder(arguments)
         config = read_config(model)
         if any(config.get(name) is not None for name in IMAGE_FIELDS):

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvire.connectors.options import store_config
 from kvire.connectors.vllm.events import Event
@@ -244,7 +245,8 @@ class KvireConnector(KVConnectorBase_V1, SupportsHMA):
     def _event(self, event: Event) -> KVCacheEvent:
         hashes = [maybe_convert_block_hash(event.hash)]
         if not event.came:
-            return BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE, ownership=OWNER)
+            return BlockRemoved(hashes, medium=MEDIUM_STORAGE, group_idx=event.group, ownership=OWNER)
+        spec = self._kv_cache_config.kv_cache_groups[event.group].kv_cache_spec
         return BlockStored(
             block_hashes=hashes,
             parent_block_hash=None if event.parent is None else maybe_convert_block_hash(event.parent),
@@ -254,6 +256,9 @@ class KvireConnector(KVConnectorBase_V1, SupportsHMA):
             lora_name=None,
             medium=MEDIUM_STORAGE,
             extra_keys=[(event.cache_salt,)] if event.cache_salt else None,
+            group_idx=event.group,
+            kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
+            kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
             ownership=OWNER,
         )
 

@@ -1,7 +1,8 @@
 """What vLLM's subscribers (routers, for one) are told: which blocks this engine could load, by vLLM's own hashes.
 
-Other processes write and evict blocks, too, and nobody tells. So a block is announced when it was handed to the store
-or found there, and taken back when a lookup or a load finds it gone.
+As vLLM does for its own cache, each group's share of a block is told by itself: where a window has moved on, the store
+has a block of some groups only. Other processes write and evict blocks, too, and nobody tells. So a share is announced
+when it was handed to the store or found there, and taken back when a lookup or a load finds it gone.
 """
 
 from collections import OrderedDict
@@ -16,50 +17,54 @@ MOST_ANNOUNCED = 1 << 17
 
 
 class Event(NamedTuple):
-    """A block came (with its parent's hash, tokens and salt) or went. hash, parent: vLLM's."""
+    """A group's share of a block came (with its parent's hash, tokens and salt) or went. hash, parent: vLLM's."""
 
     came: bool
     hash: bytes
+    group: int
     parent: bytes | None = None
     token_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
 
 
 class Announcer:
-    """Remembers what was announced. Off, it does nothing."""
+    """Remembers what was announced of `groups` groups. Off, it does nothing."""
 
-    def __init__(self, *, on: bool) -> None:
+    def __init__(self, groups: int, *, on: bool) -> None:
+        self._groups = range(groups)
         self._on = on
         self._events: list[Event] = []
-        self._announced: OrderedDict[BlockKey, bytes] = OrderedDict()
-        self._offered: OrderedDict[BlockKey, Event] = OrderedDict()  # handed to the workers
+        self._announced: OrderedDict[tuple[BlockKey, int], bytes] = OrderedDict()  # by block and group
+        self._offered: OrderedDict[BlockKey, list[Event]] = OrderedDict()  # handed to the workers
 
-    def found(self, tracked: Tracked, stored: Sequence[bool]) -> None:
-        """A lookup: which of a request's blocks are there."""
+    def found(self, tracked: Tracked, tiers: Sequence[Sequence[str | None]]) -> None:
+        """A lookup: the tier that has each part of each block of a request, group by group, worker by worker."""
         if self._on:
-            for block, here in zip(tracked.blocks, stored, strict=False):
-                if not here:
-                    self.gone(block.key)
-                elif block.key not in self._announced:
-                    self._announce(block.key, _came(tracked, block))
+            for block, names in zip(tracked.blocks, tiers, strict=False):
+                for group in self._groups:
+                    if None in names[group :: len(self._groups)]:
+                        self._gone(block.key, group)
+                    elif (block.key, group) not in self._announced:
+                        self._announce(block.key, _came(tracked, block, group))
 
-    def offered(self, tracked: Tracked, block: Block) -> None:
-        """A block is being handed to the store."""
+    def offered(self, tracked: Tracked, block: Block, groups: Sequence[int]) -> None:
+        """A block is being handed to the store, by these groups."""
         if self._on:
-            self._offered[block.key] = _came(tracked, block)
+            self._offered[block.key] = [_came(tracked, block, group) for group in groups]
             while len(self._offered) > MOST_ANNOUNCED:
                 self._offered.popitem(last=False)
 
     def saved(self, keys: Sequence[BlockKey]) -> None:
-        """The store took them."""
+        """The store took all that was handed over of them."""
         for key in keys:
-            if (event := self._offered.pop(key, None)) is not None and key not in self._announced:
-                self._announce(key, event)
+            for event in self._offered.pop(key, ()):
+                if (key, event.group) not in self._announced:
+                    self._announce(key, event)
 
     def gone(self, key: BlockKey) -> None:
         """A block is not there (any more)."""
-        if (known := self._announced.pop(key, None)) is not None:
-            self._events.append(Event(came=False, hash=known))
+        for group in self._groups:
+            self._gone(key, group)
 
     def take(self) -> list[Event]:
         """Since the last call, in order."""
@@ -68,19 +73,26 @@ class Announcer:
 
     def clear(self) -> None:
         """Nothing that was announced is to be had."""
-        for key in list(self._announced):
-            self.gone(key)
+        for key, group in list(self._announced):
+            self._gone(key, group)
         self._offered.clear()
 
     def _announce(self, key: BlockKey, event: Event) -> None:
-        self._announced[key] = event.hash
+        self._announced[key, event.group] = event.hash
         self._events.append(event)
         if len(self._announced) > MOST_ANNOUNCED:
-            self.gone(next(iter(self._announced)))
+            self._gone(*next(iter(self._announced)))
+
+    def _gone(self, key: BlockKey, group: int) -> None:
+        if (known := self._announced.pop((key, group), None)) is not None:
+            self._events.append(Event(came=False, hash=known, group=group))
 
 
-def _came(tracked: Tracked, block: Block) -> Event:
+def _came(tracked: Tracked, block: Block, group: int) -> Event:
     hashes = tracked.request.block_hashes
     parent = bytes(hashes[block.index - 1]) if block.index else None
     salt = tracked.request.cache_salt if block.index == 0 else None  # vLLM's hashes take it in with the first block
-    return Event(came=True, hash=bytes(hashes[block.index]), parent=parent, token_ids=block.token_ids, cache_salt=salt)
+    return Event(
+        came=True, hash=bytes(hashes[block.index]), group=group,
+        parent=parent, token_ids=block.token_ids, cache_salt=salt,
+    )  # fmt: skip

@@ -1,5 +1,6 @@
 """The namespace of what this vLLM computes, and what of vLLM's options cannot be kept apart by one."""
 
+import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -13,6 +14,9 @@ from kvire.connectors.vllm.messages import Facts
 from kvire.core.errors import ConfigError, UnsupportedModelError
 from kvire.core.keys import Namespace
 
+# vLLM 0.30 loads what a connector has also for a request that wants the log probabilities of its prompt, and answers
+# with numbers that nobody computed; later ones compute such prompts whole.
+OLDEST = (0, 31)
 # Formats that read the weights as they lie in the model's folder.
 LOAD_FORMATS = {"auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes"}
 # Rotary embeddings that are the same however long the context may become.
@@ -21,6 +25,7 @@ STEADY_ROPES = {None, "default", "linear", "llama3", "yarn", "proportional", "mr
 
 def check_options(vllm_config: Any) -> None:
     """Refuse what this connector cannot serve right. Raises ConfigError or UnsupportedModelError."""
+    check_version(vllm.__version__)
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     if transfer.kv_role != "kv_both":
         raise ConfigError(f"Kvire loads and saves: set kv_role to kv_both, not {transfer.kv_role}")
@@ -42,6 +47,15 @@ def check_options(vllm_config: Any) -> None:
         raise UnsupportedModelError(
             f"Kvire has to know which weights KV was computed with, and cannot tell with load_format {load_format}: "
             f"use one of {', '.join(sorted(LOAD_FORMATS))}"
+        )
+
+
+def check_version(version: str) -> None:
+    """Refuse a release before OLDEST; a build from source may call itself anything. Raises ConfigError."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and "dev" not in version and tuple(map(int, numbers.groups())) < OLDEST:
+        raise ConfigError(
+            f"Kvire needs vLLM {OLDEST[0]}.{OLDEST[1]} or newer, and this is {version}: install a newer one"
         )
 
 

@@ -1,15 +1,13 @@
 """What the scheduler's side knows of one request: the names of its blocks, and what became of them."""
 
 import logging
-from collections.abc import Sequence
 from hashlib import sha256
-from itertools import pairwise
 from secrets import token_hex
 from typing import Any
 
 from kvire.connectors.vllm.messages import Block
 from kvire.core.errors import StoreError
-from kvire.core.keys import BlockKey, Namespace, block_keys, content_ids
+from kvire.core.keys import BlockKey, ContentChain, Namespace, block_key
 from kvire.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
@@ -87,9 +85,8 @@ class Tracked:
         self.loading = False
         self.slower_tokens = 0  # stored, but computed because that is faster
         self.told = False  # whether its lookup was counted
-        self._salt = salt
         self._block_size = block_size
-        self._keys: list[BlockKey] = []
+        self._contents = ContentChain(salt)
 
     def extend(self) -> None:
         """Name the blocks that became full since the last call."""
@@ -97,11 +94,10 @@ class Tracked:
         stop = self.request.num_tokens // size
         if stop <= start:
             return
-        ids: Sequence[int] = self.request.all_token_ids[: stop * size]
-        self._keys = block_keys(self.root, ids, size, self._keys)
-        contents = content_ids(self._salt, ids, range(size, stop * size + 1, size))
-        parents = [self.root, *self._keys]
-        for index, (parent, key) in enumerate(pairwise(parents)):
-            if index >= start:
-                tokens = tuple(ids[index * size : (index + 1) * size])
-                self.blocks.append(Block(key, parent, self.root, index, tokens, contents[index]))
+        ids = self.request.all_token_ids[start * size : stop * size]
+        parent = self.blocks[-1].key if self.blocks else self.root
+        for index in range(start, stop):
+            tokens = tuple(ids[(index - start) * size : (index - start + 1) * size])
+            key = block_key(parent, tokens)
+            self.blocks.append(Block(key, parent, self.root, index, tokens, self._contents.add(tokens)))
+            parent = key

@@ -42,7 +42,7 @@ class SchedulerSide:
         *, namespace: Namespace, facts: Facts, parts: int = 1, probe_s: float = 0.5, tells: bool = False,
     ) -> None:  # fmt: skip
         self.store = store
-        self.announcer = Announcer(on=tells)
+        self.announcer = Announcer(len(groups), on=tells)
         self._counts: Counter[tuple[str, str]] = Counter()  # (what, label) since the last report
         self._groups = groups
         self._block_size = block_size
@@ -76,7 +76,7 @@ class SchedulerSide:
         if self._probe is not None and first < limit and not self._add_remote(tracked, tiers, limit):
             return None
         tracked.stored = [all(name is not None for name in names) for names in tiers]
-        self.announcer.found(tracked, tracked.stored)
+        self.announcer.found(tracked, tiers)
         if tracked.barred is not None:
             limit = min(limit, tracked.barred)
         stop = self._stop(tiers, first, limit)
@@ -268,12 +268,10 @@ class SchedulerSide:
             if now - self._offered.get(block.key, -OFFERED_S) < OFFERED_S:
                 continue
             self._offered[block.key] = now
-            self.announcer.offered(tracked, block)
-            moves += [
-                Move(block, group, block_ids[group][block.index])
-                for group in range(len(self._groups))
-                if block_ids[group][block.index] != NULL_BLOCK
-            ]
+            self._offered.move_to_end(block.key)  # the oldest are forgotten first
+            here = [group for group, table in enumerate(block_ids) if table[block.index] != NULL_BLOCK]
+            self.announcer.offered(tracked, block, here)
+            moves += [Move(block, group, block_ids[group][block.index]) for group in here]
         while len(self._offered) > MOST_OFFERED:
             self._offered.popitem(last=False)
         tracked.done = full
