@@ -16,13 +16,13 @@ import machine
 
 @dataclass(frozen=True)
 class Bar:
-    """What a figure's median must reach. op: one of >=, >, <=, <."""
+    """What a figure's median must reach. op: one of >=, >, <=, <, or "about": within `value` of 1."""
 
     op: str
     value: float
 
     def __str__(self) -> str:
-        return f"{self.op} {self.value:g}"
+        return f"within {self.value:g} of 1" if self.op == "about" else f"{self.op} {self.value:g}"
 
     def met(self, value: float) -> bool:
         """Whether `value` reaches it."""
@@ -31,6 +31,7 @@ class Bar:
             ">": value > self.value,
             "<=": value <= self.value,
             "<": value < self.value,
+            "about": abs(value - 1) <= self.value,
         }
         return holds[self.op]
 

@@ -1,7 +1,9 @@
 """Run every benchmark, keep what came out and make one page of it: `make bench`. Nothing else should run meanwhile.
 
-    python bench/run.py [NAME ...]     some of the benchmarks, in this order; by default all
+    python bench/run.py [NAME ...]     some of the benchmarks, in this order
 
+By default all that need no environment of another engine; bench_agrees, transformers_connector, vllm_connector and
+vllm_tiers run when they are named.
 A benchmark that fails does not keep the others from running; the exit status says so at the end.
 """
 
@@ -21,6 +23,10 @@ BENCHMARKS = (
     "int8_quality",
     "store_tiers",
     "store_engine",
+    "fifty_pages",
+    "plan_check",
+    "log_tools",
+    "field",
 )
 
 

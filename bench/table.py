@@ -19,10 +19,16 @@ RESULTS = machine.ROOT / "docs" / "results"
 TITLES = {
     "engine": "The engine beside transformers and llama.cpp",
     "serving": "The server beside llama.cpp and vLLM",
+    "field": "Everybody who runs here, the same words",
+    "fifty_pages": "Fifty pages, after a restart",
     "store_engine": "What the store is worth to the engine, and what it costs",
     "store_tiers": "4,096 tokens from each tier",
     "vllm_connector": "Under vLLM",
+    "vllm_tiers": "Beside what else vLLM can keep KV in",
     "transformers_connector": "Under transformers",
+    "bench_agrees": "Does `kvire bench` measure what another client measures",
+    "plan_check": "Does `kvire plan` predict what is measured",
+    "log_tools": "Reading logs and traces",
     "pool_waste": "Blocks in use that hold nothing",
     "kv_cache_modes": "Paged, contiguous, off",
     "int8_quality": "KV in int8",
@@ -30,10 +36,11 @@ TITLES = {
 }
 HEAD = """# Results
 
-Made by `make bench` (`bench/table.py`) from the JSON files beside this page, which hold every sample. Value: the median
-over rounds, with the least and the most in brackets. Systems of one section took turns within each round; ratios are
-medians of the ratio within a round. Limit: the best that this machine's arithmetic and memory allow, both measured in
-the same run. Break-even: a place that gives back KV faster than that beats computing it again on this machine.
+Made by `make bench` and `bench/run.py NAME` (`bench/table.py`) from the JSON files beside this page, which hold every
+sample. Value: the median over rounds, with the least and the most in brackets. Systems of one section took turns within
+each round; ratios are medians of the ratio within a round. Limit: the best that this machine's arithmetic and memory
+allow, both measured in the same run. Break-even: a place that gives back KV faster than that beats computing it again
+on this machine.
 """
 COLUMNS = ("figure", "value", "baseline", "limit", "break-even", "bar", "met")
 

@@ -1,11 +1,11 @@
 """What a stored cache is worth to transformers' own generate(): SmolLM2, float32, on this machine.
 
-    python bench/transformers_connector.py [--prompts 20] [--tokens 2000] [--python INTERPRETER] [--json FILE]
+    python bench/transformers_connector.py [--prompts 20] [--tokens 2000] [--python INTERPRETER ...] [--json FILE]
 
 One process answers every prompt twice, in turns: as the model does by itself, and through a stored cache that has
 nothing yet. The next process answers them again from the store. Prompts are stretches of this repository's sources.
 Time to first token is from the call of generate() to the first token that a streamer gets; it includes the check of
-all weights and the load. --python: of an environment with another version of transformers.
+all weights and the load. --python: of environments with other versions of transformers.
 """
 
 import argparse
@@ -36,30 +36,37 @@ ANSWER = 16
 def main() -> None:
     options = _options()
     if options.part:
-        print(json.dumps(answer(options.part, options.folder, options.prompts, options.tokens)))
+        print(json.dumps(answer(options.part, options.folder, options.model, options.prompts, options.tokens)))
         return
+    parts = {python: measure(python, options) for python in options.python}
+    versions = ", ".join(found["cold"]["versions"]["transformers"] for found in parts.values())
+    table = [row for found in parts.values() for row in rows(options, **found)]
+    figures.write(options.json, {"machine": machine.describe() | {"transformers": versions}, "table": table})
+
+
+def measure(python: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Both processes of one interpreter, and how many prompts were answered otherwise."""
     with tempfile.TemporaryDirectory(prefix="kvire-bench-") as folder:
-        cold, warm = (in_a_process(part, folder, options) for part in ("cold", "warm"))
+        cold, warm = (in_a_process(part, python, folder, options) for part in ("cold", "warm"))
     wrong = sum(
         not plain == first == again
         for plain, first, again in zip(cold["plain answers"], cold["answers"], warm["answers"], strict=True)
     )
     assert all(reused == 0 for reused in cold["reused"]), cold["reused"]
     assert all(reused == (options.tokens - 1) // 16 * 16 for reused in warm["reused"]), warm["reused"]
-    report = {"machine": machine.describe() | cold["versions"], "table": rows(options, cold, warm, wrong)}
-    figures.write(options.json, report)
+    return {"cold": cold, "warm": warm, "wrong": wrong}
 
 
-def in_a_process(part: str, folder: str, options: argparse.Namespace) -> dict[str, Any]:
+def in_a_process(part: str, python: str, folder: str, options: argparse.Namespace) -> dict[str, Any]:
     """One part, by an interpreter of its own."""
-    command = [options.python, __file__, "--part", part, "--folder", folder, "--prompts", str(options.prompts)]
-    done = subprocess.run([*command, "--tokens", str(options.tokens)], check=True, stdout=subprocess.PIPE, text=True)
+    command = [python, __file__, "--part", part, "--folder", folder, "--model", str(resolve("smollm2"))]
+    command += ["--prompts", str(options.prompts), "--tokens", str(options.tokens)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def answer(part: str, folder: Path, prompts: int, tokens: int) -> dict[str, Any]:
+def answer(part: str, folder: Path, place: Path, prompts: int, tokens: int) -> dict[str, Any]:
     """Answer all prompts; cold: without a stored cache as well."""
-    place = resolve("smollm2")
     model = transformers.AutoModelForCausalLM.from_pretrained(place)
     tokenizer = transformers.AutoTokenizer.from_pretrained(place)
     config = StoreConfig(path=folder / "store", disk_bytes=8 << 30, key_file=folder / "keys" / "keyring.json")
@@ -70,7 +77,7 @@ def answer(part: str, folder: Path, prompts: int, tokens: int) -> dict[str, Any]
     begin = perf_counter()
     with StoredCache.open(model, config) as stored:
         found["open"] = [perf_counter() - begin]
-        for number, ids in enumerate([warm_up(), *documents(tokenizer, prompts, tokens)]):
+        for number, ids in enumerate([warm_up(), *documents(tokenizer, prompts, tokens, folder / "documents.json")]):
             turns: dict[str, Callable[..., Any]] = {"": stored.generate}
             if part == "cold":
                 turns["plain "] = model.generate
@@ -93,12 +100,14 @@ def warm_up() -> list[int]:
     return list(range(1000, 1032))
 
 
-def documents(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
-    """Stretches of this repository's sources, none of which begins as another does."""
-    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((machine.ROOT / "src").rglob("*.py")))
-    ids = tokenizer(text[: 12 * count * tokens], add_special_tokens=False).input_ids
-    assert len(ids) >= count * tokens, "more text is needed"
-    return [ids[i * tokens : (i + 1) * tokens] for i in range(count)]
+def documents(tokenizer: Any, count: int, tokens: int, kept: Path) -> list[list[int]]:
+    """Stretches of this repository's sources, none of which begins as another does; the same in both processes."""
+    if not kept.exists():
+        text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((machine.ROOT / "src").rglob("*.py")))
+        ids = tokenizer(text[: 12 * count * tokens], add_special_tokens=False).input_ids
+        assert len(ids) >= count * tokens, "more text is needed"
+        kept.write_text(json.dumps([ids[i * tokens : (i + 1) * tokens] for i in range(count)]), encoding="utf-8")
+    return json.loads(kept.read_text(encoding="utf-8"))
 
 
 def first_token(generate: Callable[..., Any], ids: Any) -> tuple[float, list[int]]:
@@ -151,10 +160,11 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--python", nargs="+", default=[sys.executable])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--part", choices=("cold", "warm"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
