@@ -26,6 +26,7 @@ TITLES = {
     "vllm_connector": "Under vLLM",
     "vllm_tiers": "Beside what else vLLM can keep KV in",
     "transformers_connector": "Under transformers",
+    "kvire_bench": "What `kvire bench` says of this machine, by default (kvire_bench.html shows it)",
     "bench_agrees": "Does `kvire bench` measure what another client measures",
     "plan_check": "Does `kvire plan` predict what is measured",
     "log_tools": "Reading logs and traces",
