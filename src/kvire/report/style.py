@@ -15,7 +15,7 @@ p { max-width: 44rem; margin: .6rem 0; overflow-wrap: anywhere; }
 .note { border-left: 3px solid var(--mark); padding: .1rem 0 .1rem .8rem; }
 .scroll { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .9rem; }
-caption { text-align: left; color: var(--soft); padding-bottom: .4rem; }
+caption { text-align: left; color: var(--soft); padding-bottom: .4rem; max-width: calc(100vw - 2.5rem); }
 th, td { padding: .3rem .8rem .3rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule); }
 th { color: var(--soft); font-weight: 600; white-space: nowrap; }
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
