@@ -76,7 +76,7 @@ connectors: $(VENV)/.dev $(ENGINES)/vllm-0.31.0 $(ENGINES)/vllm-0.32.0 $(ENGINES
 gpu-check: $(VENV)/.dev  ## is it right on this machine's GPU, and how fast; less than six minutes
 	$(PY) tools/gpu_check.py --json docs/results/gpu_check.json
 
-bench: $(VENV)/.dev  ## the figures of docs/results/README.md, peers included where .peers has them; about 45 minutes
+bench: $(VENV)/.dev  ## the figures of docs/results/README.md, peers included where .peers has them; about 70 minutes
 	$(PY) bench/run.py
 
 docs: $(VENV)/.dev  ## run every example of README and docs
