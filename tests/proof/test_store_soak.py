@@ -1,6 +1,5 @@
 """G8, G14 over stores: nothing leaks, every account is right, and what is loaded when its request leaves comes back."""
 
-import gc
 import random
 import threading
 from collections import Counter
@@ -101,7 +100,6 @@ def soak_short_stored_requests(path: Path, count: int = 3_000, warm_up: int = 1_
                 report = answer.cache
                 assert report.reused_tokens + report.computed_tokens == 2 * B + 8
             if sent >= warm_up and sent % 250 == 0:
-                gc.collect()
                 samples.append((sent, rss_bytes()))
         stats = engine.stats
         assert store.flush(30)
