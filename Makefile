@@ -71,7 +71,7 @@ connectors: $(VENV)/.dev $(ENGINES)/vllm-0.31.0 $(ENGINES)/vllm-0.32.0 $(ENGINES
 	KVIRE_VLLM_PYTHON=$(abspath $(ENGINES)/vllm-0.32.0/bin/python) \
 	KVIRE_TRANSFORMERS_LOW_PYTHON=$(abspath $(ENGINES)/transformers-5.0.0/bin/python) \
 	KVIRE_SGLANG_SOURCE=$(abspath $(ENGINES)/sglang-0.5.23) $(PY) -m pytest -n $(JOBS) --dist worksteal -m engine tests/connectors
-	KVIRE_VLLM_PYTHON=$(abspath $(ENGINES)/vllm-0.31.0/bin/python) $(PY) -m pytest $(OLD_VLLM)
+	KVIRE_VLLM_PYTHON=$(abspath $(ENGINES)/vllm-0.31.0/bin/python) $(PY) -m pytest -n $(JOBS) --dist worksteal -m engine $(OLD_VLLM)
 
 gpu-check: $(VENV)/.dev  ## is it right on this machine's GPU, and how fast; less than six minutes
 	$(PY) tools/gpu_check.py --json docs/results/gpu_check.json
