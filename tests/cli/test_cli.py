@@ -1,6 +1,5 @@
 """The `kvire` command on a tiny model, as people and programs run it."""
 
-import io
 import json
 import re
 import subprocess
@@ -9,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from harness.commands import in_process
 from models.tiny import make_tiny
-
-from kvire.cli.main import app
 
 
 @dataclass
@@ -25,18 +23,10 @@ class Done:
 
 @pytest.fixture
 def kvire(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs the command in this process: importing torch anew each time would take minutes."""
+    """Runs the command in this process."""
 
     def run(*args: str, stdin: str = "") -> Done:
-        monkeypatch.setattr(sys, "argv", ["kvire", *args])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        capsys.readouterr()
-        try:
-            app()
-            code = 0
-        except SystemExit as left:
-            code = int(left.code or 0)
-        return Done(code, *capsys.readouterr())
+        return Done(*in_process(monkeypatch, capsys, args, stdin))
 
     return run
 
