@@ -1,5 +1,6 @@
 """The engine over a store: restarts, tenants, queues, herds and preemptions, with the accounts of every request."""
 
+import fcntl
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from harness.loads import BUSY_S, HASTY_S, PATIENT_S, ask_as, engine_over, ids_o
 from harness.stored import disk, memory, memory_and_disk, say_what_prefill_costs, shared_folder, store_over
 from harness.waiting import PATIENCE_S, until
 from store.stores import BentTier, open_store
+from store.test_keyring import without_locks
 
 from kvire.core.report import MissReason
 from kvire.engine.engine import Engine
@@ -240,6 +242,17 @@ def test_without_keys_requests_are_served_and_nothing_is_kept(tmp_path: Path, ca
             assert answer.cache.reused_tokens == reused, "the device remembers all the same"
         assert store.stats().levels["disk"].tier.writes == 0
     assert "somebody" not in caplog.text
+
+
+def test_without_locks_requests_are_served_and_nothing_is_kept(tmp_path: Path) -> None:
+    """The key file lies on a file system that has none, so that no tenant gets a key."""
+    prompt = words(1, 4 * B)
+    with store_over(disk, tmp_path) as store, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fcntl, "flock", without_locks)
+        engine = engine_over(store)
+        for _ in range(2):
+            assert ask_as(engine, prompt, tenant="somebody").token_ids == oracle(prompt).token_ids
+        assert store.stats().levels["disk"].tier.writes == 0
 
 
 def test_a_tenants_blocks_are_not_known_by_its_name(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ Test = Callable[..., None]
 Cases = list[tuple[Claim, list[Mutant]]]
 
 # How a claim fails. A TypeError is none of them: it says that the mutant no longer fits the code that it breaks.
-NOTICED = (AssertionError, RuntimeError, IndexError, pytest.fail.Exception)
+NOTICED = (AssertionError, RuntimeError, IndexError, OSError, pytest.fail.Exception)
 
 
 def each_claim(cases: Cases) -> pytest.MarkDecorator:

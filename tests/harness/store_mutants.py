@@ -3,6 +3,8 @@
 As in mutants.py, a mutant patches one function of Kvire for the length of a test.
 """
 
+import fcntl
+import os
 from functools import partial
 from hashlib import sha256
 
@@ -17,6 +19,7 @@ from kvire.store import level
 from kvire.store.epochs import Epochs
 from kvire.store.eviction import EvictionOrder
 from kvire.store.explain import Explainer
+from kvire.store.keyring import Keyring
 from kvire.store.level import Level
 from kvire.store.loader import Loader, _Flight
 from kvire.store.memory import MemoryTier
@@ -313,3 +316,15 @@ def salts_are_noted(patch: pytest.MonkeyPatch) -> None:
 def misses_are_never_evictions(patch: pytest.MonkeyPatch) -> None:
     """Nobody remembers what was stored."""
     patch.setattr(Explainer, "note_stored", partial(lambda self, record: None))
+
+
+def lock_errors_get_out(patch: pytest.MonkeyPatch) -> None:
+    """A key file that cannot be locked raises what the system says."""
+    patch.setattr(Keyring, "_lock_folder", lambda self, folder: fcntl.flock(folder, fcntl.LOCK_EX))
+
+
+def backups_are_wiped(patch: pytest.MonkeyPatch) -> None:
+    """The old key file is overwritten, whoever else has a name for it."""
+    patch.setattr(
+        Keyring, "_wipe", lambda self, descriptor: os.pwrite(descriptor, bytes(os.fstat(descriptor).st_size), 0)
+    )

@@ -1,5 +1,7 @@
 """The keyring: one file that only its owner reads, the same for every process, and really without whom it forgot."""
 
+import errno
+import fcntl
 import json
 import logging
 import os
@@ -305,6 +307,49 @@ def test_a_full_disk_changes_nothing(path, monkeypatch):
             keyring.tenant("b")
     assert path.read_bytes() == content
     assert keyring.tenant("a") == key and keyring.tenants() == ["a"]
+
+
+def without_locks(_descriptor: int, _operation: int) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_a_file_system_without_locks_is_refused_with_what_to_do(tmp_path):
+    """As NFS without lockd, or Lustre without its flock option."""
+    path = tmp_path / "home" / "keyring.json"
+    known = Keyring(path).tenant("known")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fcntl, "flock", without_locks)
+        keyring = Keyring(path)
+        assert keyring.tenant("known") == known, "what is there can be read without a lock"
+        for change in (keyring.tenant, keyring.forget):
+            with pytest.raises(StoreError, match=r"cannot be locked: No locks available; set KVIRE_KEY_FILE"):
+                change("known" if change == keyring.forget else "new")
+    assert Keyring(path).tenants() == ["known"]
+
+
+def test_a_lock_that_stays_held_is_not_waited_for_for_ever(path, monkeypatch):
+    monkeypatch.setattr("kvire.store.keyring.LOCK_TIMEOUT_S", 0.05)
+    Keyring(path).tenant("known")
+    holder = os.open(path.parent, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    with pytest.raises(StoreError, match="stays locked by another process"):
+        Keyring(path).tenant("new")
+    os.close(holder)
+    assert Keyring(path).tenant("new").name == "new"
+
+
+def test_a_hard_linked_backup_keeps_its_content(tmp_path):
+    path, backup, other = tmp_path / "home" / "keyring.json", tmp_path / "backup.json", tmp_path / "other.json"
+    keys = [Keyring(path).tenant(name) for name in ("a", "b")]
+    backup.hardlink_to(path)
+    content = path.read_bytes()
+    Keyring(path).tenant("c")
+    assert backup.read_bytes() == content
+    other.hardlink_to(path)
+    assert Keyring(path).forget("a")
+    assert [Keyring(backup).tenant(key.name) for key in keys] == keys
+    assert Keyring(other).tenants() == ["a", "b", "c"]
+    assert Keyring(path).tenants() == ["b", "c"]
 
 
 def test_the_default_place(monkeypatch, tmp_path):

@@ -7,9 +7,19 @@ from functools import partial, wraps
 from pathlib import Path
 
 import pytest
+from engine import test_store as test_engine_store
 from harness import store_mutants as broken
 from harness.broken_builds import Cases, Claim, Mutant, each_broken_build, must_notice
-from store import test_contract, test_explain, test_memory, test_runs, test_ticket, test_tiered, test_tiered_writes
+from store import (
+    test_contract,
+    test_explain,
+    test_keyring,
+    test_memory,
+    test_runs,
+    test_ticket,
+    test_tiered,
+    test_tiered_writes,
+)
 from store.blocks import chain, wanted
 
 from kvire.store.disk import DiskTier
@@ -99,6 +109,9 @@ CASES: Cases = [
     (claim(test_memory.test_children_go_before_their_parents_though_parents_are_older), [broken.parents_go_first]),
     (claim(test_memory.test_a_flood_of_one_tenant_leaves_the_others_their_share), [broken.one_tenant_may_evict_all]),
     (claim(test_explain.test_what_is_noted_is_known_after_a_restart), [broken.salts_are_noted]),
+    (claim(test_keyring.test_a_file_system_without_locks_is_refused_with_what_to_do), [broken.lock_errors_get_out]),
+    (claim(test_engine_store.test_without_locks_requests_are_served_and_nothing_is_kept), [broken.lock_errors_get_out]),
+    (claim(test_keyring.test_a_hard_linked_backup_keeps_its_content), [broken.backups_are_wiped]),
     (evictions_are_told_from_what_was_never_there, [broken.misses_are_never_evictions]),
 ]  # fmt: skip
 

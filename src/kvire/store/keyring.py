@@ -7,15 +7,16 @@ replaced as a whole under a lock, and each process looks whether it was before i
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import secrets
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from kvire.codec.seal import SECRET_BYTES, TAG_BYTES, TenantKey, forget_ciphers
@@ -25,6 +26,11 @@ from kvire.core.keys import field
 VERSION = 1
 MAX_FILE_BYTES = 64 << 20
 FRESH_S = 0.02  # how long the file is believed unchanged: a load asks for keys hundreds of times
+# A rewrite takes two fsyncs. Requests wait for the lock, so a process that was stopped in the middle of one must not
+# keep them for ever.
+LOCK_TIMEOUT_S = 2.0
+
+log = logging.getLogger(__name__)
 
 
 def default_path() -> Path:
@@ -88,8 +94,9 @@ class Keyring:
         """Destroy the tenant's salt and secret; whether there were any. The name gets new ones when next used.
 
         What they sealed is unreadable from then on, in this process and, from its next use on, in every other. The old
-        file's content is overwritten in place; copies that a file system keeps by itself (journals, snapshots,
-        copy-on-write, worn flash) or a backup holds are beyond that.
+        file's content is overwritten in place, unless it has other names (hard links): those are somebody's backup.
+        Backups, and copies that a file system keeps by itself (journals, snapshots, copy-on-write, worn flash), are
+        beyond that.
         """
         with self._lock, self._locked_folder() as folder:
             tenants = self._read_tenants()
@@ -136,10 +143,23 @@ class Keyring:
         try:
             if os.fstat(folder).st_mode & 0o022:
                 raise StoreError(f"others may write to {parent}, which holds the key file: chmod 700 {parent}")
-            fcntl.flock(folder, fcntl.LOCK_EX)
+            self._lock_folder(folder)
             yield folder
         finally:
             os.close(folder)  # and with it the lock
+
+    def _lock_folder(self, folder: int) -> None:
+        """Lock it until it is closed. Raises StoreError: some network file systems have no locks."""
+        deadline = monotonic() + LOCK_TIMEOUT_S
+        try:
+            while True:
+                with suppress(BlockingIOError):
+                    return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if monotonic() > deadline:
+                    raise StoreError(f"the key file {self.path} stays locked by another process: end that one")
+                sleep(0.001)
+        except OSError as e:
+            raise self._unusable("locked", e) from e
 
     def _read_tenants(self) -> dict[str, dict[str, str]]:
         """Salts and secrets by tenant; {} without a file. Read again if the file is replaced meanwhile."""
@@ -178,13 +198,22 @@ class Keyring:
                 _write(self.path, content, newer_than_ns=self._stamp.mtime_ns if self._stamp else 0)
                 os.fsync(folder)
                 if old is not None:
-                    _wipe(old)
+                    self._wipe(old)
             finally:
                 if old is not None:
                     os.close(old)
         except OSError as e:
             raise self._unusable("written", e) from e
         self._read_tenants()
+
+    def _wipe(self, descriptor: int) -> None:
+        """Overwrite what the file was, so that a key that is forgotten later does not go on lying there."""
+        status = os.fstat(descriptor)
+        if status.st_nlink:
+            log.warning("the key file %s has other names (hard links), which keep the keys it had", self.path)
+            return
+        os.pwrite(descriptor, bytes(status.st_size), 0)
+        os.fsync(descriptor)
 
     def _unusable(self, what: str, cause: OSError) -> StoreError:
         return StoreError(
@@ -229,9 +258,3 @@ def _write(path: Path, content: bytes, newer_than_ns: int) -> None:
         os.utime(file.fileno(), ns=(mtime_ns, mtime_ns))
         os.fsync(file.fileno())
     temporary.rename(path)
-
-
-def _wipe(descriptor: int) -> None:
-    """Overwrite a file that is no longer linked."""
-    os.pwrite(descriptor, bytes(os.fstat(descriptor).st_size), 0)
-    os.fsync(descriptor)
