@@ -38,6 +38,7 @@ from kvire.server.options import ServerOptions
 from kvire.server.protocol import BoundedProtocol
 from kvire.server.run import bind, make_server, url_of
 from kvire.server.service import Service
+from kvire.store.tiered import TieredStore
 
 MODEL = "tiny"
 BLOCK = 16
@@ -143,6 +144,7 @@ def tiny_engine(
     template: str | None = HERMES_TEMPLATE,
     model: Any = None,
     max_model_len: int = 2048,
+    store: TieredStore | None = None,
     **config: Any,
 ) -> Engine:
     """model: a ScriptedModel, or None for the random llama, whose answers depend on all they attend to."""
@@ -158,6 +160,7 @@ def tiny_engine(
         vocab_size=VOCAB,
         eos_token_ids=frozenset([EOS]),
         tokenizer=byte_tokenizer(template),
+        store=store,
     )
 
 

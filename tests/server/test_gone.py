@@ -3,10 +3,16 @@
 import json
 import socket
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from harness.waiting import until
-from server.serving import running, slow_model, tiny_engine
+from harness.loads import PATIENT_S
+from harness.stored import disk, say_what_prefill_costs, store_over
+from harness.waiting import PATIENCE_S, until
+from server.serving import Served, running, slow_model, tiny_engine, words
+
+from kvire.store.tiered import TieredStore
 
 BODY = {"prompt": "p" * 40, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
 
@@ -118,3 +124,32 @@ def test_gone_before_the_body_is_complete(slow):
     connection.close()
     until(lambda: b'route="/v1/completions",status="499"' in served.request("GET", "/metrics").data)
     assert served.client.in_flight == 0
+
+
+MOMENTS: dict[str, Callable[[Served, TieredStore], object]] = {
+    "all have asked": lambda served, _: served.client.in_flight == 64,
+    "some are seated": lambda served, _: queue_of(served)[0] == 4,
+    "some lost their seat": lambda served, _: served.engine.scheduler.preemptions,
+    "some are loaded": lambda _, store: store.stats().levels["disk"].counts.loaded_blocks,
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_n19_most_leave_before_they_had_a_seat(tmp_path: Path, moment: str):
+    """64 prompts at once, of which the pool has room for four, over a store that has them: nothing stays of any."""
+    prompts = [words(seed, 150) for seed in range(64)]
+    with store_over(disk, tmp_path) as store, running(tiny_engine(store=store)) as served:
+        answers = [served.direct(prompt, temperature=0, max_tokens=8, ignore_eos=True) for prompt in prompts]
+    with store_over(disk, tmp_path) as store:
+        engine = tiny_engine(blocks=44, max_num_seqs=4, store=store)
+        say_what_prefill_costs(engine, PATIENT_S)
+        with running(engine) as served:
+            connections = [send(served, BODY | {"prompt": prompt, "max_tokens": 400}) for prompt in prompts]
+            until(lambda: MOMENTS[moment](served, store))
+            for connection in connections:
+                connection.close()
+            served.wait_until_idle()
+            assert queue_of(served) == (0, 0)
+            assert served.direct(prompts[-1], temperature=0, max_tokens=8, ignore_eos=True) == answers[-1]
+            served.wait_until_idle()
+            engine.pool.check()
