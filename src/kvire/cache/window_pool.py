@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from kvire.cache.block_pool import Block, BlockPool, Lease
 from kvire.core.keys import BlockKey
+from kvire.core.spec import first_needed
 
 
 class WindowPool(BlockPool):
@@ -19,7 +20,7 @@ class WindowPool(BlockPool):
 
     def first_needed(self, position: int) -> int:
         """Index of the first block that the token at `position`, or any later one, looks at."""
-        return max(0, position - self.window + 1) // self.block_size
+        return first_needed(self.window, position, self.block_size)
 
     @property
     def span_blocks(self) -> int:

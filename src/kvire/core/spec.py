@@ -8,6 +8,14 @@ KV_DTYPE_BYTES = {**DTYPE_BYTES, "int8": 1}  # what a pool keeps
 SCALE_BYTES = 4  # int8 has a float32 per token, layer and KV head, for K and for V
 
 
+def first_needed(window: int | None, position: int, block_size: int) -> int:
+    """Index of the first block that the token at `position`, or any later one, looks at.
+
+    window: tokens that a position sees, itself included; None: all before it.
+    """
+    return 0 if window is None else max(0, position - window + 1) // block_size
+
+
 class LayerKind(StrEnum):
     """How a layer looks back, and therefore what must be kept for it."""
 

@@ -1,0 +1,102 @@
+"""How far a prompt can go on from stored blocks: one function, against trying every length."""
+
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from kvire.connectors.transformers.loading import _longest
+from kvire.connectors.vllm.groups import Group
+from kvire.connectors.vllm.scheduler import SchedulerSide
+from kvire.core.record import BlockId
+from kvire.core.spec import first_needed
+from kvire.engine.store_link import StoreLink
+from kvire.store.reuse.prefix import reach
+
+CASES = 20_000
+WINDOWS = (None, None, 1, 2, 3, 5, 8, 16, 17, 33, 100)
+
+
+class Case:
+    """Random groups over a prompt of which some blocks are stored, and some on the device."""
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        self.block_size = rng.choice([1, 2, 3, 4, 16])
+        self.blocks = rng.randrange(13)
+        self.windows: list[int | None] = [rng.choice(WINDOWS) for _ in range(rng.randrange(1, 4))]
+        self.first = rng.randrange(self.blocks + 1) if rng.random() < 0.5 else 0
+        share = rng.choice([0.0, 0.1, 0.3, 0.6, 1.0])
+        self.stored = [[rng.random() >= share for _ in self.windows] for _ in range(self.blocks)]
+
+    def has(self, index: int, part: int) -> bool:
+        return self.stored[index][part]
+
+    def first_needed(self, part: int, stop: int) -> int:
+        return first_needed(self.windows[part], stop * self.block_size, self.block_size)
+
+    def can_go_on(self, stop: int) -> bool:
+        """By the meaning of it: every part finds all that the next token looks at."""
+        return all(
+            self.has(index, part)
+            for part in range(len(self.windows))
+            for index in range(max(self.first, self.first_needed(part, stop)), stop)
+        )
+
+
+def tried(case: Case) -> int:
+    return max(stop for stop in range(case.first, case.blocks + 1) if stop == case.first or case.can_go_on(stop))
+
+
+def found(case: Case) -> int:
+    return reach(case.windows, case.block_size, case.first, case.blocks, case.has)
+
+
+def of_engine(case: Case) -> int:
+    keys = [bytes([index]) for index in range(case.blocks)]
+    link = SimpleNamespace(
+        paged=SimpleNamespace(slabs=case.windows),
+        pool=SimpleNamespace(
+            block_size=case.block_size,
+            first_needed=lambda group, tokens: first_needed(case.windows[group], tokens, case.block_size),
+        ),
+    )
+    tiers = {
+        BlockId(keys[index], part): "disk" if here else None
+        for index, parts in enumerate(case.stored)
+        for part, here in enumerate(parts)
+    }
+    return StoreLink._local_stop(link, keys, case.first, tiers)
+
+
+def of_vllm(case: Case) -> int:
+    groups = [Group((), "", window) for window in case.windows]
+    side = SimpleNamespace(_groups=groups, _block_size=case.block_size, _parts=groups)
+    tiers: Sequence[list[str | None]] = [["disk" if here else None for here in parts] for parts in case.stored]
+    return SchedulerSide._stop(side, tiers, case.first, case.blocks)
+
+
+def of_transformers(case: Case) -> int:
+    keys = [bytes([index]) for index in range(case.blocks)]
+    layout = SimpleNamespace(first_needed=case.first_needed)
+    chain = SimpleNamespace(groups=range(len(case.windows)), keys=keys)
+    gone = {
+        BlockId(keys[index], part)
+        for index, parts in enumerate(case.stored)
+        for part, here in enumerate(parts)
+        if not here and index >= case.first
+    }
+    return _longest(layout, chain, case.blocks, gone)
+
+
+@pytest.mark.parametrize("other", [tried, of_engine, of_vllm, of_transformers])
+def test_one_function_for_every_engine(other) -> None:
+    holes = 0
+    for seed in range(CASES):
+        case = Case(seed)
+        if other is of_transformers:  # it has no device blocks
+            case.first = 0
+        assert found(case) == other(case), seed
+        holes += case.first < found(case) < case.blocks
+    assert holes > CASES // 20, "something was left out, and something found"
