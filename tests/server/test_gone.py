@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness.loads import PATIENT_S
 from harness.stored import disk, say_what_prefill_costs, store_over
-from harness.waiting import PATIENCE_S, until
+from harness.waiting import until
 from server.serving import Served, running, slow_model, tiny_engine, words
 
 from kvire.store.tiered import TieredStore
