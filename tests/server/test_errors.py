@@ -167,7 +167,8 @@ def test_a_client_that_stops_reading_is_cut_off():
     """It takes no more, so that the stream stalls; its time up, it is dropped without a word that looks like an end."""
     model = ScriptedModel()
     model.say("y" * 2000)
-    with running(tiny_engine(model=model), request_timeout_s=1000, send_buffer_bytes=4096) as served:
+    times = {"request_timeout_s": 1000, "send_timeout_s": 100_000}
+    with running(tiny_engine(model=model), **times, send_buffer_bytes=4096) as served:
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.settimeout(PATIENCE_S)

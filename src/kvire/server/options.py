@@ -12,12 +12,16 @@ MIB = 1024 * 1024
 class ServerOptions:
     """Where to listen, whom to answer, and how long to wait.
 
-    host, port: port 0 takes any free one. api_keys: any of them is let in; without one, only this
-    machine is answered. served_name: the model's name in the API, by default the one it was loaded by.
+    host, port: port 0 takes any free one.
+    api_keys: any of them is let in; without one, only this machine is answered.
+    served_name: the model's name in the API, by default the one it was loaded by.
     request_timeout_s: a request that takes longer ends with an error, and its blocks are free.
-    header_timeout_s, body_timeout_s: how slowly a client may send. keep_alive_s: how long a connection
-    may idle between requests. shutdown_s: how long answers in flight may still take after Ctrl-C.
-    max_body_bytes: of one request. max_connections: open at once.
+    header_timeout_s, body_timeout_s: how slowly a client may send.
+    send_timeout_s: how slowly it may read. Of its answer it takes 256 KiB or all that is left in this time, or is cut.
+    keep_alive_s: how long a connection may idle between requests.
+    shutdown_s: how long answers in flight may still take after Ctrl-C.
+    max_body_bytes: of one request.
+    max_connections: open at once.
     """
 
     host: str = "127.0.0.1"
@@ -27,6 +31,7 @@ class ServerOptions:
     request_timeout_s: float = 600.0
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
+    send_timeout_s: float = 60.0
     keep_alive_s: int = 15
     shutdown_s: int = 5
     max_body_bytes: int = 8 * MIB
@@ -41,7 +46,8 @@ class ServerOptions:
             raise ConfigError("an API key must not be empty, nor begin or end with a space")
         if self.served_name is not None and not self.served_name:
             raise ConfigError("served_name must not be empty")
-        for name in ("request_timeout_s", "header_timeout_s", "body_timeout_s", "keep_alive_s", "shutdown_s"):
+        timeouts = ("request_timeout_s", "header_timeout_s", "body_timeout_s", "send_timeout_s")
+        for name in (*timeouts, "keep_alive_s", "shutdown_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be a positive number of seconds, got {value}")

@@ -1,4 +1,6 @@
-"""HTTP connections: uvicorn's, with a deadline for headers, a bound on connections, and errors as JSON."""
+"""HTTP connections: uvicorn's, with bounds on their number and on how slowly a client sends heads and reads answers,
+and errors as JSON.
+"""
 
 import asyncio
 from typing import Any
@@ -10,17 +12,23 @@ from kvire.server.errors import ApiError
 from kvire.server.json_text import json_text
 
 MAX_HEADER_BYTES = 32 * 1024
+# Of an answer, that a client takes in send_timeout_s at least, or all that is left: 4 KiB/s at the default.
+MIN_TAKEN_BYTES = 256 * 1024
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection that sends no complete request head within header_timeout_s is closed."""
+    """A connection that sends no complete request head within header_timeout_s is closed, and so is one that takes
+    nearly nothing of its answer in send_timeout_s, wherever it is: between requests and when closing, too.
+    """
 
     header_timeout_s = 10.0
+    send_timeout_s = 60.0
     max_connections = 1000
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._deadline: asyncio.TimerHandle | None = None
+        self._sending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Refuse what is too much, and begin to wait for a request."""
@@ -28,12 +36,26 @@ class BoundedProtocol(H11Protocol):
         if len(self.connections) > self.max_connections:
             transport.abort()
             return
+        # pause_writing then comes for any unsent byte; by default a connection with less than 64 KiB of them would
+        # stay for ever when it is closed, since closing waits until all is sent.
+        transport.set_write_buffer_limits(high=0)
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
         self._stop_waiting()
+        self._stop_watching()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client has not taken everything yet; from now on it must go on taking."""
+        super().pause_writing()
+        self._watch_sending()
+
+    def resume_writing(self) -> None:
+        """Everything is sent."""
+        self._stop_watching()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         """Any byte outside a request belongs to the next head, whose time then runs."""
@@ -61,8 +83,28 @@ class BoundedProtocol(H11Protocol):
             self._deadline.cancel()
             self._deadline = None
 
+    def _watch_sending(self) -> None:
+        self._stop_watching()
+        unsent_bytes = self.transport.get_write_buffer_size()
+        self._sending = self.loop.call_later(self.send_timeout_s, self._check_sending, unsent_bytes)
 
-def bounded_protocol(header_timeout_s: float, max_connections: int) -> type[BoundedProtocol]:
+    def _check_sending(self, unsent_before_bytes: int) -> None:
+        if unsent_before_bytes - self.transport.get_write_buffer_size() < MIN_TAKEN_BYTES:
+            self.transport.abort()
+        else:
+            self._watch_sending()
+
+    def _stop_watching(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
+
+
+def bounded_protocol(header_timeout_s: float, send_timeout_s: float, max_connections: int) -> type[BoundedProtocol]:
     """The protocol with these bounds; uvicorn makes the instances."""
-    bounds = {"header_timeout_s": header_timeout_s, "max_connections": max_connections}
+    bounds = {
+        "header_timeout_s": header_timeout_s,
+        "send_timeout_s": send_timeout_s,
+        "max_connections": max_connections,
+    }
     return type("BoundedProtocol", (BoundedProtocol,), bounds)

@@ -90,7 +90,7 @@ def make_server(app: FastAPI, options: ServerOptions) -> uvicorn.Server:
     """A uvicorn server with our bounds; run(sockets=[bind(options)]) starts it."""
     config = uvicorn.Config(
         app,
-        http=bounded_protocol(options.header_timeout_s, options.max_connections),
+        http=bounded_protocol(options.header_timeout_s, options.send_timeout_s, options.max_connections),
         ws="none",
         loop="asyncio",
         lifespan="on",
