@@ -16,14 +16,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import figures
-import machine
-import systems
-from figures import Bar, figure, medians
+import peers
+import reporting
+from reporting import Bar, figure, medians
 
 from kvire.bench.client import Endpoint, ask
 from kvire.bench.load import Loop, run
 from kvire.bench.prompts import Prompt, Script, message
+from kvire.bench.server import free_port
 
 MODEL, KV_MEMORY, SLOTS = "smollm2", "1GiB", 4
 QUESTIONS = ("What are the main risks?", "Which region grew most?", "Summarise the costs.", "What does the board plan?")
@@ -40,18 +40,16 @@ def main() -> int:
     theirs = _module(program)
     rounds = {system: measure(system, options, theirs) for system in options.system}
     table = [row for system in rounds for row in rows(system, rounds[system])]
-    figures.write(options.json, {"machine": machine.describe(), "table": table, "rounds": rounds})
+    reporting.write(options.json, {"machine": reporting.describe(), "table": table, "rounds": rounds})
     return int(not all(row["met"] for row in table))
 
 
 def measure(system: str, options: argparse.Namespace, theirs: ModuleType) -> list[dict[str, Figures]]:
-    port = systems.free_port()
-    if system == "kvire":
-        command = systems.kvire(port, MODEL, KV_MEMORY)
-    else:
-        command = systems.llama_cpp(port, options.peers, SLOTS)
+    port = free_port()
+    own = system == "kvire"
+    command = peers.kvire(port, MODEL, KV_MEMORY) if own else peers.llama_cpp(port, options.peers, SLOTS)
     rounds: list[dict[str, Figures]] = []
-    with systems.running(system, command, port) as server:
+    with peers.running(system, command, port) as server:
         warm_up(server, options, theirs)
         for turn in range(options.rounds):
             clients = {"ours": ours, "load.py": shared}
@@ -76,7 +74,7 @@ def rows(system: str, rounds: list[dict[str, Figures]]) -> list[dict[str, Any]]:
     ]
 
 
-def ours(server: systems.Server, options: argparse.Namespace, theirs: ModuleType, number: int) -> Figures:
+def ours(server: peers.Server, options: argparse.Namespace, theirs: ModuleType, number: int) -> Figures:
     document = theirs.words(1000 + options.seed + number, options.doc_words)
     prompts = (f"Report:\n{document}\n\nQuestion: {question}" for question in QUESTIONS)
     script = Script(tuple(Prompt((message("user", text),), options.max_tokens) for text in prompts))
@@ -86,14 +84,14 @@ def ours(server: systems.Server, options: argparse.Namespace, theirs: ModuleType
     return _figures([(answer.ttft_s, answer.tpot_s or 0.0, answer.output_tokens) for answer in answers])
 
 
-def shared(server: systems.Server, options: argparse.Namespace, theirs: ModuleType, number: int) -> Figures:
+def shared(server: peers.Server, options: argparse.Namespace, theirs: ModuleType, number: int) -> Figures:
     fields = {"url": server.url, "model": server.model, "key": None, "max_tokens": options.max_tokens}
     fields |= {"seed": 1000 + options.seed + number, "doc_words": options.doc_words}
     rows = theirs.docqa(argparse.Namespace(**fields))
     return _figures([(row["ttft_ms"] / 1e3, row["tpot_ms"] / 1e3, row["out"]) for row in rows])
 
 
-def warm_up(server: systems.Server, options: argparse.Namespace, theirs: ModuleType) -> None:
+def warm_up(server: peers.Server, options: argparse.Namespace, theirs: ModuleType) -> None:
     answer = ask(Endpoint(server.url, server.model), [message("user", theirs.words(options.seed, 400))], 4)
     if answer.error is not None:
         raise RuntimeError(f"{server.url}: {answer.error} {answer.detail}")
@@ -124,7 +122,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--doc-words", type=int, default=1500)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--peers", type=Path, default=systems.PEERS)
+    parser.add_argument("--peers", type=Path, default=peers.PEERS)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

@@ -13,7 +13,6 @@ import kvire  # noqa: F401  before torch: it decides how torch's threads wait
 
 # isort: split
 import argparse
-import json
 import math
 import os
 import statistics
@@ -23,7 +22,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from machine import describe, summary
+from reporting import describe, summary, write
 from torch import Tensor
 
 from kvire.attention.cpu import NativeAttention
@@ -66,7 +65,7 @@ def main() -> None:
         facts["threads_of"] = Path(native_module().thread_runtime()).name
         facts |= {"pool_mib": options.pool_mib, "block_size": BLOCK_SIZE}
         facts |= {"omp_wait_policy": os.environ["OMP_WAIT_POLICY"]}
-        options.json.write_text(json.dumps({**facts, "rows": rows}) + "\n", encoding="utf-8")
+        write(options.json, {**facts, "rows": rows})
 
 
 def make_pool(shape: tuple[int, int, int], dtype: str, size_bytes: int) -> PagedKV:

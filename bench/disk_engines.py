@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
-import machine
+import reporting
 
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
@@ -131,12 +131,12 @@ def main() -> None:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
-        report = {"machine": machine.describe(), **compare(folder), "index": index_sizes(folder)}
+        report = {"machine": reporting.describe(), **compare(folder), "index": index_sizes(folder)}
     finally:
         shutil.rmtree(folder)
     print(json.dumps(report["index"], indent=1))
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        reporting.write(options.json, report)
 
 
 def compare(folder: Path) -> dict[str, Any]:

@@ -19,14 +19,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import figures
-import machine
-import systems
+import peers
+import reporting
 import torch
-from figures import figure, medians, ratios
 from limits import Roofline
+from reporting import figure, medians, ratios
 
 from kvire import LLM
+from kvire.bench.server import free_port
 from kvire.models.loader import load
 from kvire.models.resolve import resolve
 
@@ -56,10 +56,10 @@ def main() -> None:
                     samples[name].append(value)
                 print(f"round {i}: " + ", ".join(f"{k} {v:.4g}" for k, v in found.items()), flush=True)
     roofline = roofline.measured_again()
-    figures.write(
+    reporting.write(
         options.json,
         {
-            "machine": machine.describe(),
+            "machine": reporting.describe(),
             "limits": roofline.describe(),
             "break_even_mb_s": roofline.break_even_mb_s(statistics.median(samples["kvire prefill tok/s"])),
             "samples": samples,
@@ -144,16 +144,16 @@ def llama_prefill(url: str, rng: random.Random) -> float:
 
 
 @contextmanager
-def llama_cpp(peers: Path) -> Iterator[str | None]:
+def llama_cpp(folder: Path) -> Iterator[str | None]:
     """The address of llama.cpp's server, or None if it is not here."""
-    port = systems.free_port()
+    port = free_port()
     try:
-        command = systems.llama_cpp(port, peers, slots=1)
-    except systems.MissingPeerError as missing:
+        command = peers.llama_cpp(port, folder, slots=1)
+    except peers.MissingPeerError as missing:
         print(f"llama.cpp takes no part: {missing}", file=sys.stderr)
         yield None
         return
-    with systems.running("llama.cpp", command, port) as server:
+    with peers.running("llama.cpp", command, port) as server:
         yield server.url.removesuffix("/v1")
 
 
@@ -182,11 +182,11 @@ def table(samples: dict[str, list[float]], roofline: Roofline) -> list[dict[str,
 
 
 def beside(
-    samples: dict[str, list[float]], what: str, peers: tuple[str, ...], limit: float, limit_is: str
+    samples: dict[str, list[float]], what: str, others: tuple[str, ...], limit: float, limit_is: str
 ) -> list[dict[str, Any]]:
     """Kvire's own figure, and how many times a peer's it is."""
     own = samples[f"kvire {what}"]
-    theirs = {peer: samples[f"{peer} {what}"] for peer in peers if samples.get(f"{peer} {what}")}
+    theirs = {peer: samples[f"{peer} {what}"] for peer in others if samples.get(f"{peer} {what}")}
     name, unit = what.split()
     rows = [figure(f"{name}, alone", unit, own, baseline=medians(theirs, unit), limit=limit, limit_is=limit_is)]
     for peer, rates in theirs.items():
@@ -204,7 +204,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the report, raw samples included")
-    parser.add_argument("--peers", type=Path, default=systems.PEERS)
+    parser.add_argument("--peers", type=Path, default=peers.PEERS)
     return parser.parse_args()
 
 

@@ -22,14 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import client
-import figures
-import machine
-import systems
-from figures import figure, medians
+import peers
+import reporting
+import workloads
 from limits import Roofline
-from systems import MissingPeerError, Server
+from peers import MissingPeerError, Server
+from reporting import figure, medians
 
+from kvire.bench.figures import number
+from kvire.bench.server import free_port
 from kvire.models.embedded import EMBEDDED, find_embedded
 from kvire.models.resolve import resolve
 from kvire.report.charts import Labels, Series, bars
@@ -75,28 +76,28 @@ def main() -> None:
             print(f"round {number}: {said(found)}", flush=True)
     roofline = roofline.measured_again()
     report = {
-        "machine": machine.describe(),
+        "machine": reporting.describe(),
         "limits": roofline.describe(),
         "break_even_mb_s": roofline.break_even_mb_s(1668e3 / statistics.median(found[COLD][KVIRE])),
         "skipped": skipped,
         "table": rows(found, roofline),
         "samples": found,
     }
-    figures.write(options.json, report)
+    reporting.write(options.json, report)
     if options.page:
         page(report).write(options.page)
 
 
 def one_round(system: System, number: int) -> dict[str, float]:
     seed = 1_000_000 + 1000 * number
-    report = f"Report {seed}:\n{client.text(seed, DOC_WORDS)}\n\n"
+    report = f"Report {seed}:\n{workloads.text(seed, DOC_WORDS)}\n\n"
     short = f"{seed}: what is a quire?"
     system.first(short)
     alone = [system.answers([short], tokens) for tokens in (1, ALONE + 1)]
-    prompts = [client.text(seed + 1 + i, 60) for i in range(AT_ONCE)]
+    prompts = [workloads.text(seed + 1 + i, 60) for i in range(AT_ONCE)]
     return {
-        COLD: 1e3 * system.first(report + client.QUESTIONS[0]),
-        WARM: 1e3 * statistics.median(system.first(report + question) for question in client.QUESTIONS[1:3]),
+        COLD: 1e3 * system.first(report + workloads.QUESTIONS[0]),
+        WARM: 1e3 * statistics.median(system.first(report + question) for question in workloads.QUESTIONS[1:3]),
         DECODE: ALONE / (alone[1] - alone[0]),
         MANY: AT_ONCE * LONG / system.answers(prompts, LONG),
     }
@@ -144,7 +145,7 @@ def page(report: dict[str, Any]) -> Page:
     shown.heading("What loses")
     for row in loses:
         shown.text(
-            f"{row['figure'].replace('better than', 'over')[:-3]}: {figures.short(row['median'])} x. {row['baseline']}."
+            f"{row['figure'].replace('better than', 'over')[:-3]}: {number(row['median'])} x. {row['baseline']}."
         )
     for name, why in WHY.items():
         if any(f" better than {name} " in row["figure"] for row in loses):
@@ -161,9 +162,9 @@ def start(stack: ExitStack, options: argparse.Namespace, folder: Path) -> tuple[
     """Everybody who is here; why others are not."""
     [gguf] = find_embedded(EMBEDDED[MODEL]).files
     makers: dict[str, Callable[[int], System]] = {
-        KVIRE: lambda port: served(stack, KVIRE, systems.kvire(port, MODEL, "1GiB"), port),
-        LLAMA: lambda port: served(stack, LLAMA, systems.llama_cpp(port, options.peers, AT_ONCE), port),
-        VLLM: lambda port: served(stack, VLLM, systems.vllm(port, options.peers, folder, all_cores=True), port),
+        KVIRE: lambda port: served(stack, KVIRE, peers.kvire(port, MODEL, "1GiB"), port),
+        LLAMA: lambda port: served(stack, LLAMA, peers.llama_cpp(port, options.peers, AT_ONCE), port),
+        VLLM: lambda port: served(stack, VLLM, peers.vllm(port, options.peers, folder, all_cores=True), port),
         OPENVINO: lambda _: stack.enter_context(worked(OPENVINO, "openvino", gguf)),
         TRANSFORMERS: lambda _: stack.enter_context(worked(TRANSFORMERS, "transformers", gguf)),
     }
@@ -173,14 +174,14 @@ def start(stack: ExitStack, options: argparse.Namespace, folder: Path) -> tuple[
             skipped.append(f"{name}: left out by --without")
             continue
         try:
-            everybody.append(make(systems.free_port()))
+            everybody.append(make(free_port()))
         except MissingPeerError as missing:
             skipped.append(f"{name}: {missing}")
     return everybody, skipped
 
 
-def served(stack: ExitStack, name: str, command: systems.Command, port: int) -> System:
-    server = stack.enter_context(systems.running(name, command, port))
+def served(stack: ExitStack, name: str, command: peers.Command, port: int) -> System:
+    server = stack.enter_context(peers.running(name, command, port))
     return System(
         name,
         lambda content: ask(server, content, 1)["ttft_ms"] / 1e3,
@@ -188,9 +189,9 @@ def served(stack: ExitStack, name: str, command: systems.Command, port: int) -> 
     )
 
 
-def ask(server: Server, content: str, max_tokens: int) -> client.Row:
+def ask(server: Server, content: str, max_tokens: int) -> workloads.Row:
     told = argparse.Namespace(url=server.url, model=server.model, max_tokens=max_tokens)
-    return client.chat(told, [client.message("user", content)])
+    return workloads.chat(told, [workloads.message("user", content)])
 
 
 def at_once(server: Server, contents: Sequence[str], tokens: int) -> float:
@@ -203,9 +204,9 @@ def at_once(server: Server, contents: Sequence[str], tokens: int) -> float:
 @contextmanager
 def worked(name: str, engine: str, gguf: Path) -> Iterator[System]:
     """An engine in a process of its own, in its environment of .peers."""
-    python = systems.ENVIRONMENTS / engine / "bin/python"
+    python = peers.ENVIRONMENTS / engine / "bin/python"
     if not python.exists():
-        raise MissingPeerError(f"{engine} is missing from {systems.ENVIRONMENTS.name}")
+        raise MissingPeerError(f"{engine} is missing from {peers.ENVIRONMENTS.name}")
     worker = Path(__file__).with_name("field_worker.py")
     process = subprocess.Popen(
         [python, worker, engine, gguf],
@@ -244,7 +245,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path)
-    parser.add_argument("--peers", type=Path, default=systems.PEERS)
+    parser.add_argument("--peers", type=Path, default=peers.PEERS)
     parser.add_argument("--without", nargs="+", default=[], choices=[LLAMA, VLLM, OPENVINO, TRANSFORMERS])
     options = parser.parse_args()
     if options.rounds < 1:

@@ -17,13 +17,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import client
-import figures
-import machine
-from figures import Bar, figure, medians, ratios
+import reporting
+import workloads
+from reporting import Bar, figure, medians, ratios
 
 MODEL = "gemma3-270m"
-WORDS_PER_TOKEN = 0.98  # of client.text, whose words are a token each, nearly
+WORDS_PER_TOKEN = 0.98  # of workloads.text, whose words are a token each, nearly
 COLD, CACHED, DISK = "computed", "restart, page cache", "restart, cold disk"
 
 
@@ -35,7 +34,7 @@ def main() -> None:
         folder = Path(name)
         for number in range(options.rounds):
             pages = folder / "pages.txt"
-            pages.write_text(client.text(9000 + number, int(options.tokens * WORDS_PER_TOKEN)), encoding="utf-8")
+            pages.write_text(workloads.text(9000 + number, int(options.tokens * WORDS_PER_TOKEN)), encoding="utf-8")
             store = folder / f"store-{number}"
             texts = set()
             for state, times in found.items():
@@ -50,14 +49,14 @@ def main() -> None:
             different += len(texts) - 1
             stored_bytes = sum(path.stat().st_blocks * 512 for path in store.rglob("*"))
     report = {
-        "machine": machine.describe(),
+        "machine": reporting.describe(),
         "break_even_mb_s": stored_bytes / statistics.median(found[COLD]) / 1e6,
         "answers_different": different,
         "stored_mb": stored_bytes / 1e6,
         "samples": found,
         "table": rows(found, tokens, different),
     }
-    figures.write(options.json, report)
+    reporting.write(options.json, report)
 
 
 def generate(pages: Path, store: Path) -> dict[str, Any]:

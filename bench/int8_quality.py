@@ -15,9 +15,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-import figures
-import machine
-from figures import figure
+import reporting
+from reporting import figure
 
 from kvire import LLM
 
@@ -38,12 +37,12 @@ def main() -> None:
     options = parser.parse_args()
     pools = {dtype: measure(dtype) for dtype in DTYPES}
     report = {
-        "machine": machine.describe(),
+        "machine": reporting.describe(),
         "texts": {"source": "pydoc_data.topics", "topics": TOPICS, "sha256": digest(), "tokens_each": TEXT_TOKENS},
         "table": [row for dtype in DTYPES for row in rows(dtype, pools)],
         "pools": pools,
     }
-    figures.write(options.json, report)
+    reporting.write(options.json, report)
 
 
 def digest() -> str:

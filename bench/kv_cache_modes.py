@@ -24,11 +24,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import figures
-import machine
+import reporting
 from azure_lengths import CONVERSATIONS
-from figures import Bar, figure, medians, ratios
 from limits import Roofline
+from reporting import Bar, figure, medians, ratios
 
 from kvire import AsyncLLM
 from kvire.models.resolve import resolve
@@ -61,10 +60,10 @@ def main() -> None:
     roofline = roofline.measured_again()
     table = [row for kv_memory, found in rates.items() for row in paged_rows(kv_memory, lengths, found, roofline)]
     table += [*off_rows(short, off_rates, roofline), *answer_rows(differing, compared)]
-    figures.write(
+    reporting.write(
         options.json,
         {
-            "machine": machine.describe(),
+            "machine": reporting.describe(),
             "limits": roofline.describe(),
             "max_model_len": MAX_MODEL_LEN,
             "lengths": lengths,

@@ -18,9 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import figures
-import machine
-from figures import Bar, figure
+import reporting
+from reporting import Bar, figure
 
 KVIRE = [sys.executable, "-m", "kvire.cli.main"]
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("", "n", "r", "st", "ling", "ton")]
@@ -111,14 +110,14 @@ def main() -> None:
             figure("replay: peak memory", "MiB", found["replay MiB"]),
         ]
     skipped = [] if trace.exists() else [f"replay: {trace} is not here"]
-    figures.write(options.json, {"machine": machine.describe(), "skipped": skipped, "table": table})
+    reporting.write(options.json, {"machine": reporting.describe(), "skipped": skipped, "table": table})
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--traces", type=Path, default=machine.ROOT.parent / "shared" / "traces")
+    parser.add_argument("--traces", type=Path, default=reporting.ROOT.parent / "shared" / "traces")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

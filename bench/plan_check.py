@@ -11,10 +11,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import figures
-import machine
-from figures import Bar, figure, short
+import limits
+import reporting
+from reporting import Bar, figure
 
+from kvire.bench.figures import number
 from kvire.cli.plan_calibrate import LENGTHS, REPEATS, Asked, collect, measure
 from kvire.cli.plan_machine import measured_tiers
 from kvire.plan.calibration import measured_machine
@@ -39,9 +40,9 @@ def main() -> None:
     measured = collect(MODEL, KV_DTYPE, CHECKED, options.repeats)
     rows = [_row(asked, predict(*asked), times) for asked, times in sorted(measured.ttft_s.items())]
     even = break_even_bytes_per_s(plan.shape, plan.storage, plan.who, CHECKED[-1])
-    limits = {"read_gb_s": machine.read_gb_s(), "matmul_gflops": machine.matmul_gflops()}
-    described = {"machine": machine.describe(), "limits": limits, "break_even_mb_s": even / 1e6}
-    figures.write(options.json, {**described, "calibration": record, "table": rows})
+    speeds = {"read_gb_s": limits.read_gb_s(), "matmul_gflops": limits.matmul_gflops()}
+    described = {"machine": reporting.describe(), "limits": speeds, "break_even_mb_s": even / 1e6}
+    reporting.write(options.json, {**described, "calibration": record, "table": rows})
 
 
 def _plan(record: dict[str, Any]) -> Plan:
@@ -55,8 +56,8 @@ def _plan(record: dict[str, Any]) -> Plan:
 def _row(asked: Asked, predicted_s: float, times: list[float]) -> dict[str, Any]:
     """How far the prediction is from each measured time. Raw times stand beside it."""
     misses = [100 * abs(predicted_s / seconds - 1) for seconds in times]
-    middle = machine.summary(times)["median"]
-    baseline = f"predicted {short(1e3 * predicted_s)} ms, measured {short(1e3 * middle)} ms"
+    middle = reporting.summary(times)["median"]
+    baseline = f"predicted {number(1e3 * predicted_s)} ms, measured {number(1e3 * middle)} ms"
     new = "" if asked.state == "E" else f", {asked.new_tokens} new"
     name = f"{asked.tokens:,} tokens{new}, {STATES[asked.state]} ({asked.state}): the plan misses the TTFT by"
     row = figure(name, "%", misses, baseline=baseline, bar=Bar("<=", 100 * WITHIN))
@@ -66,7 +67,7 @@ def _row(asked: Asked, predicted_s: float, times: list[float]) -> dict[str, Any]
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=machine.ROOT / "docs" / "results" / "plan_check.json")
+    parser.add_argument("--json", type=Path, default=reporting.ROOT / "docs" / "results" / "plan_check.json")
     return parser.parse_args()
 
 

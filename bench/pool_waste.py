@@ -20,11 +20,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import figures
-import machine
-import systems
-from client import QUESTIONS, message, text
-from figures import Bar, figure
+import peers
+import reporting
+from reporting import Bar, figure
+from workloads import QUESTIONS, message, text
 
 from kvire.core.config import EngineConfig
 from kvire.engine.build import build_engine
@@ -43,7 +42,7 @@ Words = Callable[[int, int], str]  # seed, count
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--peers", type=Path, default=systems.PEERS)
+    parser.add_argument("--peers", type=Path, default=peers.PEERS)
     options = parser.parse_args()
     words = words_of(options.peers)
     engine, loaded = build_engine(MODEL, EngineConfig(kv_memory=KV_MEMORY))
@@ -64,7 +63,7 @@ def main() -> None:
             baseline=f"{statistics.mean(reserved):.2f} % of it reserved for prompts being computed",
         )  # fmt: skip
         table.append(row | {"steps": waste})
-    figures.write(options.json, {"machine": machine.describe(), "kv_memory": KV_MEMORY, "table": table})
+    reporting.write(options.json, {"machine": reporting.describe(), "kv_memory": KV_MEMORY, "table": table})
 
 
 def docqa(tokenizer: Any, words: Words) -> list[Ids]:
@@ -77,9 +76,9 @@ def shared(tokenizer: Any, words: Words) -> list[Ids]:
     return [encode_chat(tokenizer, [system, message("user", words(1001 + i, 60))]) for i in range(SHARERS)]
 
 
-def words_of(peers: Path) -> Words:
+def words_of(folder: Path) -> Words:
     """The text of the client that all systems share, if it is there: lengths are then those of serving.py."""
-    path = peers / "load.py"
+    path = folder / "load.py"
     return runpy.run_path(str(path))["words"] if path.exists() else text
 
 

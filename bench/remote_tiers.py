@@ -7,7 +7,6 @@ machine. The servers run on it: this measures what reading costs, not a network.
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import socket
@@ -21,7 +20,7 @@ from pathlib import Path
 from time import perf_counter
 
 import redis
-from machine import describe, summary
+from reporting import describe, summary, write
 
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
@@ -84,7 +83,7 @@ def main() -> None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         rows = {name: {"seconds": summary(samples)} for name, samples in seconds.items()}
         facts = {"machine": describe(), "frames": FRAMES, "frame_bytes": FRAME_BYTES, "redis_py": redis.__version__}
-        options.json.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write(options.json, {**facts, "rows": rows})
 
 
 @contextlib.contextmanager

@@ -9,11 +9,10 @@ in blocks of 512 tokens, as the other traces are, not 64: eight times faster, an
 
 import argparse
 import itertools
-import json
 import time
 from pathlib import Path
 
-from machine import describe
+from reporting import describe, write
 
 from kvire.replay.caches import RankCache
 from kvire.replay.formats import read_trace
@@ -116,7 +115,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("docs/results/replay_policies.json"))
     given = parser.parse_args()
     result = {"schema": "kvire.bench.replay_policies/1", "machine": describe(), **measure(given.traces)}
-    given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(given.out, result)
     print(result["chosen_on_tuning_halves"], result["best_worst_case_on_tuning_halves"])
 
 

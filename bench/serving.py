@@ -8,7 +8,7 @@ round, so what is called cold was never seen, save for the few words with which 
 The first round is short and warms everything up; each run begins with one short request that is not measured.
 
 Peers take part if DIR holds their starters and .peers their environments; else they are skipped, and the report says
-so. They are driven by DIR/load.py, which they share, or by client.py if that is missing. Weights are float32 in
+so. They are driven by DIR/load.py, which they share, or by workloads.py if that is missing. Weights are float32 in
 Kvire and vLLM and four-bit in llama.cpp.
 """
 
@@ -27,26 +27,27 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import client
-import figures
-import machine
-import systems
+import peers
+import reporting
+import workloads
 from limits import Roofline
+from peers import Command, MissingPeerError, Server
 from serving_rows import KVIRE, LLAMA, VLLM, VLLM_ALL, Row, Samples, memory, rows_of
-from systems import Command, MissingPeerError, Server
 
+from kvire.bench.figures import number
+from kvire.bench.server import free_port
 from kvire.models.resolve import resolve
 
 MODEL = "smollm2"
 KV_MEMORY = "1GiB"  # 23,300 tokens in float32; vLLM gets twice that, llama.cpp 3 GiB
 CONCURRENCY = 16
-OWN_CLIENT = Path(__file__).with_name("client.py")
+OWN_CLIENT = Path(workloads.__file__)
 RUN_TIMEOUT_S = 900
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What the client is told. own: only client.py knows it."""
+    """What the client is told. own: only workloads.py knows it."""
 
     name: str
     work: str
@@ -86,10 +87,10 @@ def main() -> None:
     roofline = roofline.measured_again()
     table = [*rows_of(samples, runs, roofline), memory(memory_mb[KVIRE], folder, KV_MEMORY)]
     prefill = statistics.median(samples["docqa"][KVIRE]["prefill tok/s"])
-    figures.write(
+    reporting.write(
         options.json,
         {
-            "machine": machine.describe(),
+            "machine": reporting.describe(),
             "limits": roofline.describe(),
             "break_even_mb_s": roofline.break_even_mb_s(prefill),
             "skipped": skipped,
@@ -103,12 +104,12 @@ def main() -> None:
 
 def start(stack: ExitStack, options: argparse.Namespace, folder: Path) -> tuple[list[Server], list[str]]:
     """Kvire and every peer that is here; why others are not."""
-    ports = [systems.free_port() for _ in range(4)]
+    ports = [free_port() for _ in range(4)]
     makers = {
-        KVIRE: lambda port: systems.kvire(port, MODEL, KV_MEMORY),
-        LLAMA: lambda port: systems.llama_cpp(port, options.peers, CONCURRENCY),
-        VLLM: lambda port: systems.vllm(port, options.peers, folder, all_cores=False),
-        VLLM_ALL: lambda port: systems.vllm(port, options.peers, folder, all_cores=True),
+        KVIRE: lambda port: peers.kvire(port, MODEL, KV_MEMORY),
+        LLAMA: lambda port: peers.llama_cpp(port, options.peers, CONCURRENCY),
+        VLLM: lambda port: peers.vllm(port, options.peers, folder, all_cores=False),
+        VLLM_ALL: lambda port: peers.vllm(port, options.peers, folder, all_cores=True),
     }
     servers, skipped = [], []
     for (name, make), port in zip(makers.items(), ports, strict=True):
@@ -120,7 +121,7 @@ def start(stack: ExitStack, options: argparse.Namespace, folder: Path) -> tuple[
         except MissingPeerError as missing:
             skipped.append(f"{name}: {missing}")
             continue
-        servers.append(stack.enter_context(systems.running(name, command, port)))
+        servers.append(stack.enter_context(peers.running(name, command, port)))
     for line in skipped:
         print(f"skipped {line}", file=sys.stderr)
     return servers, skipped
@@ -142,7 +143,7 @@ def drive(workload: Workload, server: Server, peers: Path, turn: int) -> list[Ro
         subprocess.run(call, check=True, stdout=subprocess.DEVNULL, timeout=RUN_TIMEOUT_S)
         rows = json.loads(out.read_text(encoding="utf-8"))
     took = perf_counter() - started
-    found = ", ".join(f"{k} {figures.short(v)}" for k, v in measures(workload, rows).items())
+    found = ", ".join(f"{k} {number(v)}" for k, v in measures(workload, rows).items())
     print(f"round {turn}, {workload.name}, {server.name}: {took:.1f} s; {found}", flush=True)
     return [{key: value for key, value in row.items() if key != "text"} for row in rows]
 
@@ -150,7 +151,7 @@ def drive(workload: Workload, server: Server, peers: Path, turn: int) -> list[Ro
 def wake(server: Server) -> None:
     """One token: a server that waited while others ran gets its weights back into memory before it is measured."""
     options = argparse.Namespace(url=server.url, model=server.model, max_tokens=1)
-    client.chat(options, [client.message("user", "Hello")])
+    workloads.chat(options, [workloads.message("user", "Hello")])
 
 
 def measures(workload: Workload, rows: Sequence[Row]) -> dict[str, float]:
@@ -175,7 +176,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the report, every request's times included")
-    parser.add_argument("--peers", type=Path, default=systems.PEERS)
+    parser.add_argument("--peers", type=Path, default=peers.PEERS)
     parser.add_argument("--without", nargs="+", default=[], choices=[LLAMA, VLLM, VLLM_ALL])
     return parser.parse_args()
 

@@ -4,8 +4,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from figures import Bar, figure, medians, ratios
 from limits import Roofline
+from reporting import Bar, figure, medians, ratios
 
 from kvire.core.memory import parse_size
 from kvire.models.checkpoint import open_checkpoint

@@ -20,9 +20,8 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-import figures
-import machine
-from figures import Bar, figure, medians, ratios
+import reporting
+from reporting import Bar, figure, medians, ratios
 from store_tiers import drop_pages
 
 from kvire import LLM
@@ -85,7 +84,7 @@ def main() -> None:
         restarts(Path(name), options.rounds, samples)
         bad_tiers(Path(name), options.rounds, samples)
         saving(Path(name), options.rounds, samples)
-    figures.write(options.json, {"machine": machine.describe(), "table": rows(samples)})
+    reporting.write(options.json, {"machine": reporting.describe(), "table": rows(samples)})
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -21,10 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from time import perf_counter, sleep
 
-import figures
-import machine
 import numpy as np
-from figures import Bar, figure, ratios
+import reporting
+from reporting import Bar, figure, ratios
 
 from kvire.codec.buffers import aligned_buffer
 from kvire.codec.frame import Frames
@@ -76,8 +75,8 @@ def main() -> None:
             if raw is not None:
                 samples[RAW].append(raw(out))
     table = rows({source: values[1:] for source, values in samples.items()})  # the first round touches everything
-    report = {"machine": machine.describe(), "bytes": TOTAL_BYTES, "blocks": BLOCKS, "table": table}
-    figures.write(options.json, report)
+    report = {"machine": reporting.describe(), "bytes": TOTAL_BYTES, "blocks": BLOCKS, "table": table}
+    reporting.write(options.json, report)
 
 
 def aligned_bytes() -> np.ndarray:

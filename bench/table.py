@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import machine
-from figures import short
+import reporting
 
-RESULTS = machine.ROOT / "docs" / "results"
+from kvire.bench.figures import CELL, FIGURES, number
+
+RESULTS = reporting.ROOT / "docs" / "results"
 TITLES = {
     "engine": "The engine beside transformers and llama.cpp",
     "serving": "The server beside llama.cpp and vLLM",
@@ -26,7 +27,7 @@ TITLES = {
     "vllm_connector": "Under vLLM",
     "vllm_tiers": "Beside what else vLLM can keep KV in",
     "transformers_connector": "Under transformers",
-    "kvire_bench": "What `kvire bench` says of this machine, by default (kvire_bench.html shows it)",
+    "kvire_bench": "What `kvire bench` says of this machine, by default",
     "bench_agrees": "Does `kvire bench` measure what another client measures",
     "plan_check": "Does `kvire plan` predict what is measured",
     "log_tools": "Reading logs and traces",
@@ -37,11 +38,11 @@ TITLES = {
 }
 HEAD = """# Results
 
-Made by `make bench` and `bench/run.py NAME` (`bench/table.py`) from the JSON files beside this page, which hold every
-sample. Value: the median over rounds, with the least and the most in brackets. Systems of one section took turns within
-each round; ratios are medians of the ratio within a round. Limit: the best that this machine's arithmetic and memory
-allow, both measured in the same run. Break-even: a place that gives back KV faster than that beats computing it again
-on this machine.
+Made by `make bench` and `bench/run.py NAME` (`bench/table.py`) from the JSON files beside this page; the raw samples of
+the last run lie in build/bench. Value: the median over rounds, with the least and the most in brackets. Systems of one
+section took turns within each round; ratios are medians of the ratio within a round. Limit: the best that this machine's
+arithmetic and memory allow, both measured in the same run. Break-even: a place that gives back KV faster than that beats
+computing it again on this machine.
 """
 COLUMNS = ("figure", "value", "baseline", "limit", "break-even", "bar", "met")
 
@@ -60,29 +61,39 @@ def section(name: str, report: Mapping[str, Any]) -> str:
         rows = attention_rows(report)
     elif "table" in report:
         rows = report["table"]
+    elif "schema" in report and name == "kvire_bench":
+        return bench_section(name, report)
     else:
         return f"## {TITLES.get(name, name)}\n\nIn [{name}.json]({name}.json).\n"
     even = report.get("break_even_mb_s")
-    cells = [cells_of(row, f"{short(even)} MB/s" if even else "") for row in rows]
+    cells = [cells_of(row, f"{number(even)} MB/s" if even else "") for row in rows]
     lines = [f"## {TITLES.get(name, name)}", "", f"[{name}.json]({name}.json), `bench/{name}.py`. {facts(report)}"]
     lines += [f"Took no part: {why}" for why in report.get("skipped", ())]
     return "\n".join([*lines, "", *markdown(cells), ""])
 
 
+def bench_section(name: str, report: Mapping[str, Any]) -> str:
+    """What `kvire bench` itself prints of its rows."""
+    head = f"## {TITLES[name]}\n\n[{name}.json]({name}.json), `{report['command']}`, commit {report['commit']}.\n"
+    columns = [*CELL, *FIGURES]
+    lines = [[title for title, _ in columns], ["---"] * len(columns)]
+    lines += [[text_of(row) for _, text_of in columns] for row in report["rows"]]
+    return "\n".join([head, *("| " + " | ".join(line) + " |" for line in lines), ""])
+
+
 def facts(report: Mapping[str, Any]) -> str:
     where = report["machine"]
-    commit = where["commit"] + (" with changes" if where["dirty"] else "")
-    text = f"{where['cpu']}, {where['threads']} threads, torch {where['torch']}, commit {commit}."
+    text = f"{where['cpu']}, {where['threads']} threads, torch {where['torch']}, commit {where['commit']}."
     if limits := report.get("limits"):
         text += f" Reads {limits['read_gb_s']:.0f} GB/s, products {limits['matmul_gflops']:.0f} GFLOPS."
     return text
 
 
 def cells_of(row: Mapping[str, Any], break_even: str) -> list[str]:
-    value = f"{short(row['median'])} {row['unit']}"
+    value = f"{number(row['median'])} {row['unit']}"
     if row["min"] != row["max"]:
-        value += f" ({short(row['min'])} to {short(row['max'])})"
-    limit = "" if row.get("limit") is None else f"{short(row['limit'])} {row['unit']}"
+        value += f" ({number(row['min'])} to {number(row['max'])})"
+    limit = "" if row.get("limit") is None else f"{number(row['limit'])} {row['unit']}"
     if row.get("limit_is"):
         limit = f"{limit}: {row['limit_is']}" if limit else row["limit_is"]
     met = {True: "yes", False: "**no**"}.get(row.get("met"), "")

@@ -18,11 +18,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import figures
-import machine
+import reporting
 import torch
 import transformers
-from figures import Bar, figure, medians, ratios
+from reporting import Bar, figure, medians, ratios
 
 from kvire.connectors.transformers import StoredCache
 from kvire.connectors.transformers.blocks import CacheLayout
@@ -41,7 +40,7 @@ def main() -> None:
     parts = {python: measure(python, options) for python in options.python}
     versions = ", ".join(found["cold"]["versions"]["transformers"] for found in parts.values())
     table = [row for found in parts.values() for row in rows(options, **found)]
-    figures.write(options.json, {"machine": machine.describe() | {"transformers": versions}, "table": table})
+    reporting.write(options.json, {"machine": reporting.describe() | {"transformers": versions}, "table": table})
 
 
 def measure(python: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -103,7 +102,7 @@ def warm_up() -> list[int]:
 def documents(tokenizer: Any, count: int, tokens: int, kept: Path) -> list[list[int]]:
     """Stretches of this repository's sources, none of which begins as another does; the same in both processes."""
     if not kept.exists():
-        text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((machine.ROOT / "src").rglob("*.py")))
+        text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((reporting.ROOT / "src").rglob("*.py")))
         ids = tokenizer(text[: 12 * count * tokens], add_special_tokens=False).input_ids
         assert len(ids) >= count * tokens, "more text is needed"
         kept.write_text(json.dumps([ids[i * tokens : (i + 1) * tokens] for i in range(count)]), encoding="utf-8")

@@ -23,14 +23,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import client
-import figures
-import machine
-import systems
-from figures import Bar, figure, ratios
+import peers
+import reporting
+import workloads
 from limits import Roofline
-from systems import Command, Server
+from peers import Command, Server
+from reporting import Bar, figure, ratios
 
+from kvire.bench.server import free_port
 from kvire.models.resolve import resolve
 
 MODEL = "smollm2"
@@ -56,7 +56,7 @@ def main() -> None:
     roofline = roofline.measured_again()
     different = sum(one != other for one, other in pairs)
     report = {
-        "machine": machine.describe(),
+        "machine": reporting.describe(),
         "limits": roofline.describe(),
         "break_even_mb_s": roofline.break_even_mb_s(1e3 / statistics.median(found["cold ms per token"])),
         "answers_compared": len(pairs),
@@ -64,7 +64,7 @@ def main() -> None:
         "table": rows(found),
         "samples": found,
     }
-    figures.write(options.json, report)
+    reporting.write(options.json, report)
     print(f"{len(pairs)} answers compared, {different} different")
 
 
@@ -100,13 +100,13 @@ def one_round(
             add(found, "device warm ms", known["ttft_ms"])
             add(found, "after a restart ms", answer["ttft_ms"])
             add(found, "tokens loaded", answer["cached"] or 0)
-    print(f"round {number + 1}: " + ", ".join(f"{k} {figures.short(v[-1])}" for k, v in found.items()), flush=True)
+    print(f"round {number + 1}: " + ", ".join(f"{k} {number(v[-1])}" for k, v in found.items()), flush=True)
 
 
 def rows(found: dict[str, list[float]]) -> list[dict[str, Any]]:
     cold, warm, again = found["cold ms"], found["device warm ms"], found["after a restart ms"]
-    alone = figures.medians({"vLLM alone: cold": cold, "prefix on the device": warm}, "ms")
-    speed = figures.medians({name: found[f"{name}, tok/s"] for name in (ALONE, STORED)}, "tok/s")
+    alone = reporting.medians({"vLLM alone: cold": cold, "prefix on the device": warm}, "ms")
+    speed = reporting.medians({name: found[f"{name}, tok/s"] for name in (ALONE, STORED)}, "tok/s")
     kept = ratios(found["cold with the store ms"], cold)
     output = ratios(found[f"{STORED}, tok/s"], found[f"{ALONE}, tok/s"])
     to_device = ratios(again, warm)
@@ -123,28 +123,28 @@ def add(found: dict[str, list[float]], name: str, value: float) -> None:
     found.setdefault(name, []).append(value)
 
 
-def ask(server: Server, seed: int, question: int) -> client.Row:
-    content = f"Report {seed}:\n{client.text(seed, DOC_WORDS)}\n\n{client.QUESTIONS[question]}"
-    return client.chat(_told(server, 16), [client.message("user", content)])
+def ask(server: Server, seed: int, question: int) -> workloads.Row:
+    content = f"Report {seed}:\n{workloads.text(seed, DOC_WORDS)}\n\n{workloads.QUESTIONS[question]}"
+    return workloads.chat(_told(server, 16), [workloads.message("user", content)])
 
 
 def many(server: Server, seed: int) -> float:
     """Output tokens a second of AT_ONCE short prompts."""
-    prompts = [[client.message("user", client.text(seed + 1000 * i, 60))] for i in range(AT_ONCE)]
+    prompts = [[workloads.message("user", workloads.text(seed + 1000 * i, 60))] for i in range(AT_ONCE)]
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        answers = list(threads.map(lambda prompt: client.chat(_told(server, 64), prompt), prompts))
+        answers = list(threads.map(lambda prompt: workloads.chat(_told(server, 64), prompt), prompts))
     return sum(row["out"] for row in answers) / max(row["e2e_ms"] for row in answers) * 1e3
 
 
 def warm_up(server: Server) -> None:
     """The first request of a process pays for what is made once."""
-    client.chat(_told(server, 8), [client.message("user", client.text(os.getpid(), 200))])
+    workloads.chat(_told(server, 8), [workloads.message("user", workloads.text(os.getpid(), 200))])
 
 
 @contextmanager
 def running(folder: Path, store: Path | None) -> Iterator[Server]:
     """A server of vLLM's, with the store or alone."""
-    port = systems.free_port()
+    port = free_port()
     python = os.environ.get("KVIRE_VLLM_PYTHON")
     if python is None:
         sys.exit("set KVIRE_VLLM_PYTHON to a Python that can import vLLM (docs/vllm.md)")
@@ -165,10 +165,10 @@ def running(folder: Path, store: Path | None) -> Iterator[Server]:
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",  # with a connector it would be one more, and so another number of threads
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(machine.ROOT / "src"),
+        "PYTHONPATH": str(reporting.ROOT / "src"),
     }
-    command = Command(words, str(folder), machine.ROOT, environment)
-    with systems.running(ALONE if store is None else STORED, command, port) as server:
+    command = Command(words, str(folder), reporting.ROOT, environment)
+    with peers.running(ALONE if store is None else STORED, command, port) as server:
         yield server
 
 

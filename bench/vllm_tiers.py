@@ -17,11 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import figures
-import machine
-from figures import figure
+import reporting
+from reporting import figure
 
-sys.path.append(str(machine.ROOT / "tests"))
+sys.path.append(str(reporting.ROOT / "tests"))
 
 from connectors.vllm.engine_process import PYTHON, EngineGoneError, Vllm
 
@@ -90,13 +89,13 @@ def main() -> None:
                     continue
                 for key, value in told.items():
                     found.setdefault(name, {}).setdefault(key, []).append(value)
-                print(f"{name}: " + ", ".join(f"{k} {figures.short(v)}" for k, v in told.items()), flush=True)
+                print(f"{name}: " + ", ".join(f"{k} {number(v)}" for k, v in told.items()), flush=True)
     table = [
         figure(f"{name}: {key}", key.rsplit(" ", 1)[1], values)
         for name, by_key in found.items()
         for key, values in by_key.items()
     ]
-    figures.write(options.json, {"machine": machine.describe(), "table": table, "refused": refused})
+    reporting.write(options.json, {"machine": reporting.describe(), "table": table, "refused": refused})
 
 
 def one_way(name: str, transfer: dict[str, Any] | None, folder: Path, tokens: int, number: int) -> dict[str, float]:

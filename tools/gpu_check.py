@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "bench"), str(ROOT / "tests")]
 
 import gpu_speed
-import machine
+import reporting
 import torch
 from models.tiny import FAMILIES, make_tiny
 from transformers.utils import logging as transformers_logging
@@ -121,7 +121,7 @@ def main() -> int:
 def describe() -> dict[str, Any]:
     """Machine, versions and commit; the commit only where there is git."""
     try:
-        return machine.describe()
+        return reporting.describe()
     except FileNotFoundError:
         return {"torch": torch.__version__}
 

@@ -27,7 +27,7 @@ import kvire  # noqa: E402, F401, I001  (before torch: it sets how OpenMP thread
 import torch  # noqa: E402
 from harness import canary  # noqa: E402
 from harness.differential import SMOLLM2, TINY, Tally, prove, smollm2_engine  # noqa: E402
-from machine import describe  # noqa: E402
+from reporting import describe  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results" / "proof.json"
 EPISODE = 50  # requests of one engine

@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "bench")]
 
 from connectors.vllm.checks import Asked, Comparison, compare, killed_at_random, overlapping  # noqa: E402
 from connectors.vllm.engine_process import PYTHON, Vllm  # noqa: E402
-from machine import describe  # noqa: E402
+from reporting import describe  # noqa: E402
 
 from kvire.models.resolve import resolve  # noqa: E402
 

@@ -51,13 +51,13 @@ def test_a_roofline_counts_arithmetic_and_reads():
 
 
 def test_the_page_says_which_bars_are_missed(tmp_path):
-    from figures import Bar, figure  # noqa: PLC0415
+    from reporting import Bar, figure  # noqa: PLC0415
 
     table = [
         figure("fast", "x", [3.0, 1.0, 2.0], bar=Bar(">=", 2)),
         figure("slow", "x", [1.0, 1.9, 5.0], bar=Bar(">=", 2)),
     ]
-    where = {"cpu": "some", "threads": 2, "torch": "2", "commit": "abc", "dirty": False}
+    where = {"cpu": "some", "threads": 2, "torch": "2", "commit": "abc"}
     report = {"machine": where, "break_even_mb_s": 30.0, "skipped": ["vLLM: not here"], "table": table}
     (tmp_path / "serving.json").write_text(json.dumps(report))
     subprocess.run([sys.executable, BENCH / "table.py", tmp_path], check=True, capture_output=True)
@@ -73,7 +73,7 @@ def test_the_page_says_which_bars_are_missed(tmp_path):
 def test_the_client_counts_what_was_answered_and_reused(tmp_path, work, answers, cold):
     out = tmp_path / "rows.json"
     with running(served_engine()) as served:
-        call = [sys.executable, BENCH / "client.py", "--url", f"{served.url}/v1", "--model", "tiny", "--work", work]
+        call = [sys.executable, BENCH / "workloads.py", "--url", f"{served.url}/v1", "--model", "tiny", "--work", work]
         call += ["--doc-words", "20", "--max-tokens", "4", "--concurrency", "3", "--out", out]
         subprocess.run(call, check=True)
     rows = json.loads(out.read_text())
@@ -83,3 +83,21 @@ def test_the_client_counts_what_was_answered_and_reused(tmp_path, work, answers,
     warm = [row for row in rows if row["state"] == "warm"]
     assert all(row["cached"] > 100 for row in warm)  # a token is a byte: most of twenty words
     assert min(row["cached"] for row in rows) == 0  # whoever came first
+
+
+def test_reports_keep_their_rows_and_leave_their_samples_in_the_build_folder(tmp_path, monkeypatch):
+    import reporting  # noqa: PLC0415
+
+    monkeypatch.setattr(reporting, "RAW_FOLDER", tmp_path / "build")
+    table = [reporting.figure("fast", "x", [3.0, 1.0, 2.0])]
+    reporting.write(tmp_path / "some.json", {"machine": {"threads": 2}, "table": table, "samples": {"fast": [3.0]}})
+    kept, raw = (json.loads((folder / "some.json").read_text()) for folder in (tmp_path, tmp_path / "build"))
+    assert kept["machine"] == raw["machine"] == {"threads": 2} and "samples" not in kept
+    assert kept["table"][0]["median"] == 2.0 and "samples" not in kept["table"][0]
+    assert raw["table"][0]["samples"] == [3.0, 1.0, 2.0] and raw["samples"] == {"fast": [3.0]}
+
+
+def test_committed_results_are_small_and_hold_no_samples():
+    results = sorted((BENCH.parent / "docs" / "results").iterdir())
+    assert {path.suffix for path in results} == {".json", ".md"}
+    assert sum(path.stat().st_size for path in results) < 300_000

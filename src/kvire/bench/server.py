@@ -8,11 +8,12 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic, sleep
+from urllib.parse import urlsplit
 
 from kvire.bench.client import Endpoint, connect, get
 from kvire.core.errors import ConfigError
@@ -109,21 +110,34 @@ def serving(
 
     endpoint: how to ask it, without an address yet. Raises ConfigError with the server's words if it does not start.
     """
-    port = free_port()
-    command = [*program, "serve", model, "--port", str(port), *options]
+    there = replace(endpoint, url=f"http://127.0.0.1:{free_port()}/v1", model=model)
+    port = str(urlsplit(there.url).port)
     environment = {name: value for name, value in os.environ.items() if name != "KVIRE_API_KEY"}
+    with process_answering([*program, "serve", model, "--port", port, *options], there, environment) as pid:
+        yield RunningServer(there, pid)
+
+
+@contextmanager
+def process_answering(
+    words: Sequence[str], endpoint: Endpoint, environment: Mapping[str, str], folder: Path | None = None
+) -> Iterator[int]:
+    """Start a server in a session of its own; the process id that leads it. Stopped with all its processes at the end.
+
+    Waits until `endpoint` answers. Raises ConfigError with the server's words if it does not start.
+    """
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)  # noqa: S603
+        process = subprocess.Popen(  # noqa: S603
+            words, stdout=log, stderr=log, env=environment, cwd=folder, start_new_session=True
+        )
         try:
-            there = replace(endpoint, url=f"http://127.0.0.1:{port}/v1", model=model)
             end = monotonic() + START_TIMEOUT_S
-            while not _answers(there):
+            while not _answers(endpoint):
                 if process.poll() is not None or monotonic() > end:
                     log.seek(0)
                     said = log.read()[-2000:].decode(errors="replace").strip()
-                    raise ConfigError(f"`kvire serve {model} {' '.join(options)}` did not start: {said}")
+                    raise ConfigError(f"`{' '.join(words)}` did not start: {said}")
                 sleep(0.05)
-            yield RunningServer(there, process.pid)
+            yield process.pid
         finally:
             _stop(process)
 
@@ -139,7 +153,7 @@ def free_port() -> int:
 def _answers(endpoint: Endpoint) -> bool:
     connection = connect(replace(endpoint, timeout_s=5.0))
     try:
-        connection.request("GET", "/health")
+        connection.request("GET", f"{urlsplit(endpoint.url).path}/models")
         return connection.getresponse().status == 200
     except OSError:
         return False

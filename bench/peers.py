@@ -1,24 +1,20 @@
 """Kvire's server and those it is measured against, each a process of its own, running until its context ends."""
 
 import os
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 
-import machine
+from reporting import ROOT
 
-PEERS = machine.ROOT.parent / "shared" / "peers"
-ENVIRONMENTS = machine.ROOT / ".peers"
-START_TIMEOUT_S = 240
+from kvire.bench.client import Endpoint
+from kvire.bench.server import process_answering
+
+PEERS = ROOT.parent / "shared" / "peers"
+ENVIRONMENTS = ROOT / ".peers"
 LIFETIME_S = 6 * 3600
 
 
@@ -32,7 +28,7 @@ class Command:
 
     words: list[str | Path]
     model: str
-    folder: Path = machine.ROOT
+    folder: Path = ROOT
     environment: Mapping[str, str] | None = None
 
 
@@ -58,18 +54,18 @@ def kvire(port: int, model: str, kv_memory: str) -> Command:
     return Command([program, "serve", model, "--port", str(port), "--kv-memory", kv_memory], model)
 
 
-def llama_cpp(port: int, peers: Path, slots: int) -> Command:
-    python, starter = ENVIRONMENTS / "llamacpp/bin/python", peers / "serve_llamacpp.py"
+def llama_cpp(port: int, folder: Path, slots: int) -> Command:
+    python, starter = ENVIRONMENTS / "llamacpp/bin/python", folder / "serve_llamacpp.py"
     _need(python, starter)
-    return Command([python, starter, str(port), str(slots), str(LIFETIME_S)], "default", peers)
+    return Command([python, starter, str(port), str(slots), str(LIFETIME_S)], "default", folder)
 
 
-def vllm(port: int, peers: Path, folder: Path, *, all_cores: bool) -> Command:
+def vllm(port: int, folder: Path, model: Path, *, all_cores: bool) -> Command:
     """all_cores: left to itself, vLLM keeps one core free for its other processes, which on two cores is half."""
-    python, starter = ENVIRONMENTS / "vllm/bin/python", peers / "serve_vllm.sh"
+    python, starter = ENVIRONMENTS / "vllm/bin/python", folder / "serve_vllm.sh"
     _need(python, starter)
     cores = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "OMP_NUM_THREADS": str(os.cpu_count())} if all_cores else None
-    return Command(["bash", starter, python, folder, str(port)], str(folder), peers, cores)
+    return Command(["bash", starter, python, model, str(port)], str(model), folder, cores)
 
 
 @contextmanager
@@ -77,48 +73,17 @@ def running(name: str, command: Command, port: int) -> Iterator[Server]:
     """Start a server, wait until it answers, stop it and all its processes at the end."""
     print(f"starting {name}", flush=True)
     started = perf_counter()
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command.words,
-            cwd=command.folder,
-            env={**os.environ, **(command.environment or {})},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            server = Server(name, f"http://127.0.0.1:{port}/v1", command.model, process.pid)
-            while not _answers(server.url):
-                if process.poll() is not None or perf_counter() - started > START_TIMEOUT_S:
-                    log.seek(0)
-                    raise RuntimeError(f"{name} did not start:\n{log.read()[-3000:].decode(errors='replace')}")
-                sleep(0.2)
-            print(f"{name} answers after {perf_counter() - started:.0f} s", flush=True)
-            yield server
-        finally:
-            for kill in (signal.SIGTERM, signal.SIGKILL):
-                _signal(process.pid, kill)
-                _wait(process, 10)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    server = Endpoint(f"http://127.0.0.1:{port}/v1", command.model)
+    environment = {**os.environ, **(command.environment or {})}
+    with process_answering([str(word) for word in command.words], server, environment, command.folder) as pid:
+        print(f"{name} answers after {perf_counter() - started:.0f} s", flush=True)
+        yield Server(name, server.url, command.model, pid)
 
 
 def _need(*paths: Path) -> None:
     for path in paths:
         if not path.exists():
             raise MissingPeerError(f"{path.name} is missing from {path.parents[0].name}")
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/models", timeout=5) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def _session(leader: int) -> list[int]:
@@ -140,17 +105,3 @@ def _status_kb(pid: int, field: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), 0)
-
-
-def _signal(session: int, kill: signal.Signals) -> None:
-    try:
-        os.killpg(session, kill)
-    except ProcessLookupError:
-        return
-
-
-def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> None:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return

@@ -1,7 +1,6 @@
-"""A small client of any OpenAI-compatible chat endpoint, with the standard library alone: it must not cost the
-server its cores.
+"""Workloads of chats against any OpenAI-compatible endpoint, each run in a process of its own.
 
-    python bench/client.py --url http://127.0.0.1:8000/v1 --model NAME --work WORK --out FILE.json
+    python bench/workloads.py --url http://127.0.0.1:8000/v1 --model NAME --work WORK --out FILE.json
 
 docqa      one document, four questions one after another: the first is cold, the others warm
 multiturn  a conversation of six turns
@@ -13,14 +12,14 @@ Prompts are words drawn with --seed.
 """
 
 import argparse
-import http.client
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import perf_counter
 from typing import Any
-from urllib.parse import urlsplit
+
+from kvire.bench.client import Endpoint, ask
+from kvire.bench.prompts import message
 
 VOCABULARY = ("harbour", "ledger", "orchard", "signal", "timber", "copper", "valley", "engine", "mirror", "winter")
 QUESTIONS = ("What is it about?", "Which place comes first?", "What follows from it?", "Who would disagree?")
@@ -83,42 +82,19 @@ def one_by_one(options: argparse.Namespace, prompts: list[list[dict[str, str]]])
     return [chat(options, prompt) | {"state": "warm" if i else "cold"} for i, prompt in enumerate(prompts)]
 
 
-def message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
 def chat(options: argparse.Namespace, messages: list[dict[str, str]]) -> Row:
-    """One streamed answer. A token that completes no text is counted by usage, not by a time of its own."""
-    url = urlsplit(options.url)
-    body = {"model": options.model, "messages": messages, "max_tokens": options.max_tokens, "temperature": 0}
-    body |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
-    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=600)
-    started = perf_counter()
-    connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    if answer.status != 200:
-        raise RuntimeError(f"{options.url} answered {answer.status}: {answer.read(400)!r}")
-    times, parts, usage = [], [], {}
-    for line in answer:
-        if not line.startswith(b"data: {"):
-            continue
-        event = json.loads(line[len(b"data: ") :])
-        usage = event.get("usage") or usage
-        for choice in event.get("choices", ()):
-            if piece := choice["delta"].get("content"):
-                times.append(perf_counter() - started)
-                parts.append(piece)
-    connection.close()
-    times = times or [perf_counter() - started]  # an answer without text
-    first, last = times[0], times[-1]
+    """One streamed answer."""
+    answer = ask(Endpoint(options.url, options.model), messages, options.max_tokens)
+    if answer.error is not None:
+        raise RuntimeError(f"{options.url}: {answer.error} {answer.detail}")
     return {
-        "ttft_ms": first * 1e3,
-        "tpot_ms": (last - first) * 1e3 / max(1, usage["completion_tokens"] - 1),
-        "e2e_ms": last * 1e3,
-        "prompt": usage["prompt_tokens"],
-        "out": usage["completion_tokens"],
-        "cached": (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-        "text": "".join(parts),
+        "ttft_ms": answer.ttft_s * 1e3,
+        "tpot_ms": (answer.e2e_s - answer.ttft_s) * 1e3 / max(1, answer.output_tokens - 1),
+        "e2e_ms": answer.e2e_s * 1e3,
+        "prompt": answer.prompt_tokens,
+        "out": answer.output_tokens,
+        "cached": answer.cached_tokens,
+        "text": "".join(answer.pieces),
     }
 
 
