@@ -38,11 +38,11 @@ TITLES = {
 }
 HEAD = """# Results
 
-Made by `make bench` and `bench/run.py NAME` (`bench/table.py`) from the JSON files beside this page; the raw samples of
-the last run lie in build/bench. Value: the median over rounds, with the least and the most in brackets. Systems of one
-section took turns within each round; ratios are medians of the ratio within a round. Limit: the best that this machine's
-arithmetic and memory allow, both measured in the same run. Break-even: a place that gives back KV faster than that beats
-computing it again on this machine.
+Made by `make bench` and `bench/run.py NAME` (`bench/table.py`) from the JSON files beside this page; the raw samples
+of the last run lie in build/bench. Value: the median over rounds, with the least and the most in brackets. Systems of
+one section took turns within each round; ratios are medians of the ratio within a round. Limit: the best that this
+machine's arithmetic and memory allow, both measured in the same run. Break-even: a place that gives back KV faster
+than that beats computing it again on this machine.
 """
 COLUMNS = ("figure", "value", "baseline", "limit", "break-even", "bar", "met")
 
@@ -74,7 +74,7 @@ def section(name: str, report: Mapping[str, Any]) -> str:
 
 def bench_section(name: str, report: Mapping[str, Any]) -> str:
     """What `kvire bench` itself prints of its rows."""
-    head = f"## {TITLES[name]}\n\n[{name}.json]({name}.json), `{report['command']}`, commit {report['commit']}.\n"
+    head = f"## {TITLES[name]}\n\n[{name}.json]({name}.json), `{' '.join(report['command'])}`, commit {report['commit']}.\n"
     columns = [*CELL, *FIGURES]
     lines = [[title for title, _ in columns], ["---"] * len(columns)]
     lines += [[text_of(row) for _, text_of in columns] for row in report["rows"]]
