@@ -74,7 +74,8 @@ def section(name: str, report: Mapping[str, Any]) -> str:
 
 def bench_section(name: str, report: Mapping[str, Any]) -> str:
     """What `kvire bench` itself prints of its rows."""
-    head = f"## {TITLES[name]}\n\n[{name}.json]({name}.json), `{' '.join(report['command'])}`, commit {report['commit']}.\n"
+    made = f"`{' '.join(report['command'])}`, commit {report['commit']}"
+    head = f"## {TITLES[name]}\n\n[{name}.json]({name}.json), {made}.\n"
     columns = [*CELL, *FIGURES]
     lines = [[title for title, _ in columns], ["---"] * len(columns)]
     lines += [[text_of(row) for _, text_of in columns] for row in report["rows"]]
