@@ -125,13 +125,12 @@ UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
     ("glm-5", {"indexer_types": ["full"] * 77 + ["new"]}, "indexer_types"),
     ("gpt-oss-20b", {"layer_types": ["full_attention"] * 23 + ["lightning_attention"]}, "lightning_attention"),
     ("gpt-oss-20b", {"layer_types": ["full_attention"]}, "layer_types"),
-    ("gemma-4-26b-a4b", {"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+    ("gemma-4-26b-a4b", {"num_kv_shared_layers": 30}, "num_kv_shared_layers"),
     ("mimo-v2-flash", {"swa_v_head_dim": None}, "swa_v_head_dim"),
     ("qwen3.5-27b", {"layer_types": ["linear_attention"] * 63 + ["mamba"]}, "mamba"),
     ("nemotron-3-nano", {"hybrid_override_pattern": None}, "hybrid_override_pattern"),
     ("nemotron-3-nano", {"hybrid_override_pattern": "X" * 52}, "hybrid_override_pattern"),
     ("llama-4-scout", {"attention_chunk_size": None}, "attention_chunk_size"),
-    ("llama-3.1-8b", {"quantization_config": {"quant_method": "awq"}}, "awq"),
     ("llama-3.1-8b", {"torch_dtype": "float8"}, "float8"),
 ]
 

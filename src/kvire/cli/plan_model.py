@@ -9,9 +9,9 @@ from typing import Any
 
 from kvire.core.errors import ConfigError, KvireError, ModelNotFoundError
 from kvire.plan.cards import card, find_card
-from kvire.plan.families import FAMILIES, NESTED
-from kvire.plan.read_shape import checkpoint_dtypes, read_shape, shape_of_groups
-from kvire.plan.shape import Shape, Weights
+from kvire.plan.families.wrappers import INNER
+from kvire.plan.read_shape import read_shape
+from kvire.plan.shape import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +83,13 @@ def _of_hub(name: str) -> PlannedModel:
 
 
 def _shape(config: Mapping[str, Any], folder: Path | None = None) -> Shape:
-    """By the planner's own rules where it has some, else by the engine's, which need weights to be counted."""
-    from kvire.models.families import SUPPORTED, kv_groups  # noqa: PLC0415  (--help must not wait for it)
-
-    kind = config.get("model_type")
-    parameters = None if folder is None or config.get("quantization_config") else _parameters(folder)
-    try:
-        shape = read_shape(config)
-    except ConfigError as refusal:
-        if kind not in SUPPORTED or kind in FAMILIES or kind in NESTED:  # rules that refuse are not to be got around
-            raise
-        if parameters is None:
-            raise ConfigError(
-                f"{refusal}. The engine knows what it keeps, but then the parameters are counted from the weight "
-                "files: pass the whole directory, unquantised"
-            ) from refusal
-        weights = Weights(parameters, counted=True, dtypes=checkpoint_dtypes(config))
-        return shape_of_groups(config, kv_groups(config), weights)
-    return shape if parameters is None or kind in NESTED else _counted(shape, parameters)
+    """By the config; the parameters are counted where there are weight files of one language model, unquantised."""
+    shape = read_shape(config)
+    packed = config.get("quantization_config") or config.get("compression_config")
+    if folder is None or packed or any(isinstance(config.get(name), Mapping) for name in INNER):
+        return shape
+    parameters = _parameters(folder)
+    return shape if parameters is None else _counted(shape, parameters)
 
 
 def _parameters(folder: Path) -> int | None:

@@ -1,18 +1,19 @@
 """Which models are known to be right, and what each of their layers keeps per token.
 
-`family_table.py` lists the families, `layouts.py` holds their rules; everything else is refused by
-name, by `refusal.py`.
+`plan/families/table.py` lists the families and their rules; everything else is refused by name, by `refusal.py`.
 """
 
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeGuard
 
 from kvire.core.spec import KVGroup, LayerKind
-from kvire.models.config_fields import Config, num_layers, positive
-from kvire.models.family_table import FAMILIES
 from kvire.models.refusal import refuse_unknown
+from kvire.plan.families.fields import Fields
+from kvire.plan.families.mixers import kept_groups
+from kvire.plan.families.table import FAMILIES, RUNNING
 
-SUPPORTED = tuple(sorted(FAMILIES))
+SUPPORTED = RUNNING
+Config = Mapping[str, Any]
 
 
 class HasDict(Protocol):
@@ -29,27 +30,26 @@ def kv_groups(config: Config | HasDict) -> tuple[KVGroup, ...]:
     """
     stated = as_dict(config)
     refuse_unknown(stated, supported=SUPPORTED)
-    return FAMILIES[stated["model_type"]].layout(_filled_in(stated))
+    return kept_groups(FAMILIES[stated["model_type"]].layout(_fields(stated)))
 
 
 def max_positions(config: Config | HasDict) -> int:
     """The longest sequence, in tokens, that the model was made for."""
-    return positive(_filled_in(as_dict(config)), "max_position_embeddings")
+    return _fields(as_dict(config)).whole("max_position_embeddings")
 
 
 def hidden_layers(config: Config | HasDict) -> int:
     """Decoder layers, those included that keep no KV of their own."""
-    return num_layers(_filled_in(as_dict(config)))
+    return _fields(as_dict(config)).layers()
 
 
 def expanded_elements_per_token(config: Config | HasDict) -> int | None:
     """Numbers per token that latent attention would keep if it kept K and V of each head; None: it is not latent."""
-    fields = _filled_in(as_dict(config))
     if all(group.kind is not LayerKind.LATENT for group in kv_groups(config)):
         return None
-    key_width = positive(fields, "qk_nope_head_dim") + positive(fields, "qk_rope_head_dim")
-    per_head = key_width + positive(fields, "v_head_dim")
-    return num_layers(fields) * positive(fields, "num_attention_heads") * per_head
+    fields = _fields(as_dict(config))
+    per_head = sum(fields.whole(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    return fields.layers() * fields.whole("num_attention_heads") * per_head
 
 
 def as_dict(config: Config | HasDict) -> Config:
@@ -61,7 +61,5 @@ def _is_mapping(config: Config | HasDict) -> TypeGuard[Config]:
     return isinstance(config, Mapping)
 
 
-def _filled_in(stated: Config) -> Config:
-    """The fields under their present names, with the class's defaults for those that are not there."""
-    family = FAMILIES[stated["model_type"]]
-    return {**family.defaults, **{family.names.get(name, name): value for name, value in stated.items()}}
+def _fields(stated: Config) -> Fields:
+    return FAMILIES[stated["model_type"]].fields(stated)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvire.core.errors import UnsupportedModelError
-from kvire.models.config_fields import MAX_LAYERS
 from kvire.models.gguf_header import GgufHeader
+from kvire.plan.families.fields import MAX_LAYERS
 
 ConfigFields = dict[str, Any]
 

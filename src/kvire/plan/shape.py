@@ -182,6 +182,10 @@ class Shape:
         kept = sum(group_bytes(g, tokens, storage) for g in self.groups) + rounded * self._index_bytes(storage)
         return storage.tp * kept + self.state_bytes(storage)
 
+    def whole_bytes(self, tokens: int, storage: Storage) -> int:
+        """The same as an engine reserves it that keeps every layer's whole context, whatever has left a window."""
+        return replace(self, groups=tuple(_whole(group) for group in self.groups)).sequence_bytes(tokens, storage)
+
     def _index_bytes(self, storage: Storage) -> int:
         return self.index.bytes_per_token(storage.index_dtype or storage.dtype) if self.index else 0
 

@@ -1,14 +1,21 @@
 """What mixes tokens in one layer: attention, latent attention, a recurrent state. Widths, and parameters by formula."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvire.core.spec import KVGroup, LayerKind
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """heads: of queries. gate: the output is gated, with as many parameters as the queries. extra: further parameters
-    (biases, norms of Q and K, sinks).
+    """Attention with K and V of its own, or of an earlier layer.
+
+    heads: of queries.
+    window: tokens that a query looks back, itself included; None for all.
+    gate: the output is gated, with as many parameters as the queries.
+    shared_kv: V is made from K's projection.
+    keeps: False for a layer that reads the KV of an earlier one, and has none.
     """
 
     heads: int
@@ -17,8 +24,8 @@ class Attention:
     value_width: int
     window: int | None = None
     gate: bool = False
-    shared_kv: bool = False  # V is made from K's projection
-    extra: int = 0
+    shared_kv: bool = False
+    keeps: bool = True
 
     @property
     def pair_flops(self) -> int:
@@ -34,7 +41,8 @@ class Attention:
         """Of the projections."""
         queries = self.heads * self.key_width * (2 if self.gate else 1)
         keys_values = self.kv_heads * (self.key_width + (0 if self.shared_kv else self.value_width))
-        return hidden * (queries + keys_values + self.heads * self.value_width) + self.extra
+        own = keys_values if self.keeps else 0
+        return hidden * (queries + own + self.heads * self.value_width)
 
     def group(self, layers: tuple[int, ...]) -> KVGroup:
         """What these layers keep."""
@@ -44,10 +52,15 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). rank: of the latent that is kept. query_rank: 0 for
-    queries without one. index_*: of a sparse indexer; 0 without. index_own: this layer keeps index keys of its own.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    rank: of the latent that is kept.
+    query_rank: 0 for queries without one.
+    index_heads, index_width, index_topk: of a sparse indexer; 0 and None without.
+    index_own: this layer keeps index keys of its own.
     """
 
+    keeps: ClassVar[bool] = True
     heads: int
     rank: int
     rope_width: int
@@ -84,14 +97,18 @@ class Latent:
         return queries + hidden * (self.index_width + self.index_heads) + 2 * self.index_width
 
     def group(self, layers: tuple[int, ...]) -> KVGroup:
-        """What these layers keep: the latent and the rotated key that all heads share."""
+        """What these layers keep: the latent as K and the rotated key that all heads share as V."""
         return KVGroup(LayerKind.LATENT, layers, 1, self.rank, self.rope_width)
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A recurrent layer. elements: of the state. conv_elements: inputs that its convolution looks back at.
-    weights: parameters per unit of hidden size; extra: those beside.
+    """A recurrent layer.
+
+    elements: of the state.
+    conv_elements: inputs that its convolution looks back at.
+    weights: parameters per unit of hidden size.
+    extra: parameters beside those.
     """
 
     heads: int
@@ -103,6 +120,33 @@ class State:
     def parameters(self, hidden: int) -> int:
         """Of the projections and the convolution."""
         return hidden * self.weights + self.extra
+
+
+# None: a layer that only feeds forward.
+Mixer = Attention | Latent | State | None
+
+
+def attention_kinds(mixers: Sequence[Mixer]) -> list[tuple[int, ...]]:
+    """Attention layers that are alike but for keeping, by index; those that see everything before those that slide."""
+    found: dict[tuple[KVGroup, int, int | None], list[int]] = {}
+    for layer, mixer in enumerate(mixers):
+        if isinstance(mixer, Attention | Latent):
+            found.setdefault((mixer.group((0,)), mixer.pair_flops, mixer.attended), []).append(layer)
+    return [tuple(found[kind]) for kind in sorted(found, key=lambda kind: kind[0].window is not None)]
+
+
+def kept_groups(mixers: Sequence[Mixer]) -> tuple[KVGroup, ...]:
+    """What the layers keep per token, layer by layer of a kind; FULL before SLIDING."""
+    groups = []
+    for alike in attention_kinds(mixers):
+        mixer = mixers[alike[0]]
+        assert isinstance(mixer, Attention | Latent)
+        groups.append(mixer.group(tuple(i for i in alike if _keeps(mixers[i]))))
+    return tuple(groups)
+
+
+def _keeps(mixer: Mixer) -> bool:
+    return isinstance(mixer, Attention | Latent) and mixer.keeps
 
 
 def delta_net(key_heads: int, value_heads: int, key_width: int, value_width: int, kernel: int) -> State:

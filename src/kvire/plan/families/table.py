@@ -1,0 +1,236 @@
+"""The families: the rules that each follows, and what its config class fills in for fields left out.
+
+The defaults are the classes' own (models/*/configuration_*.py of transformers 5.24), so that a config.json that
+leaves a field out gives the same groups as the config object made from it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvire.plan.families import blocks, layouts
+from kvire.plan.families.blocks import Block, dense, experts, shared_by_count, shared_by_width
+from kvire.plan.families.fields import Fields
+from kvire.plan.families.layouts import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One model_type.
+
+    layout: what its layers keep.
+    block: what they hold beside their projections.
+    defaults: by field.
+    names: present names of fields by the older ones that its config class also takes.
+    runs: the engine is known to cache it right; False for those that are only planned for.
+    """
+
+    layout: Layout
+    block: Block
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    runs: bool = True
+
+    def fields(self, config: Mapping[str, Any], without: tuple[str, ...] = ()) -> Fields:
+        """A config of this family. without: fields whose defaults do not count."""
+        defaults = {name: value for name, value in self.defaults.items() if name not in without}
+        return Fields(config, str(config.get("model_type")), defaults, self.names)
+
+
+def _family(
+    layout: Layout,
+    block: Block,
+    positions: int,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int | None,
+    head_dim: int | None = None,
+    *,
+    tied: bool = False,
+    names: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Family:
+    """kv_heads None: one per query head. head_dim None: hidden over heads. tied: no output matrix of its own."""
+    defaults = {
+        "max_position_embeddings": positions,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "tie_word_embeddings": tied,
+    }
+    return Family(layout, block, defaults | more, names or {})
+
+
+def _latent(positions: int, layers: int, heads: int, block: Block, *, nope: int, value: int, query: int) -> Family:
+    widths = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": nope, "v_head_dim": value}
+    sizes = {"max_position_embeddings": positions, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return Family(layouts.latent, block, sizes | widths | {"q_lora_rank": query})
+
+
+def _planned(layout: Layout, block: Block, **defaults: Any) -> Family:
+    return Family(layout, block, defaults, runs=False)
+
+
+_full, _window = layouts.full, layouts.one_window
+_every = layouts.full_every
+_PATTERN = {"_sliding_window_pattern": "sliding_window_pattern"}
+_GPT2 = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}
+
+# What is beside the projections. Experts: in every layer, or but for the first few.
+_gated, _biased = Block(dense()), Block(dense(), bias="attention_bias", out_bias="attention_bias")
+_llama = Block(dense(bias="mlp_bias"), bias="attention_bias", out_bias="attention_bias")
+_qwen2, _qwen3 = Block(dense(), bias=True), Block(dense(), bias="attention_bias", out_bias="attention_bias",
+                                                  qk_norm="head")  # fmt: skip
+_olmo2 = Block(dense(), bias="attention_bias", out_bias="attention_bias", qk_norm="all")
+_gemma2 = Block(dense(), norms=4, bias="attention_bias", out_bias="attention_bias")
+_cohere = Block(
+    dense(), norms=1, bias="attention_bias", out_bias="attention_bias", qk_norm="all", qk_flag="use_qk_norm"
+)
+_local = Block(experts("num_local_experts"))
+_granitemoe = Block(
+    experts("num_local_experts", shared=shared_by_width("shared_intermediate_size")),
+    bias="attention_bias", out_bias="attention_bias",
+)  # fmt: skip
+_routed = experts("n_routed_experts", shared=shared_by_count("n_shared_experts"), is_dense=blocks.first_dense, router=1)
+_deepseek = Block(_routed, bias="attention_bias")
+_gpt = Block(
+    dense(2, bias=True, width="n_inner", widening=4), norm_bias=True, bias=True, out_bias=True, beside=blocks.positions
+)
+_qwen_hybrid = Block(blocks.experts_if_any, bias="attention_bias", out_bias="attention_bias", qk_norm="head")
+
+FAMILIES: dict[str, Family] = {
+    # Every layer sees everything.
+    "llama": _family(_full, _llama, 2048, 32, 4096, 32, None),
+    "apertus": _family(_full, Block(dense(2), bias="attention_bias", out_bias="attention_bias", qk_norm="head",
+                                    more=lambda *_: 2), 65536, 32, 4096, 32, None),
+    "arcee": _family(_full, Block(dense(2, bias="mlp_bias"), bias="attention_bias", out_bias="attention_bias"),
+                     4096, 32, 2560, 32, None),
+    "cohere": _family(_full, _cohere, 8192, 40, 8192, 64, None, tied=True),
+    "ernie4_5": _family(_full, Block(dense(bias="use_bias"), bias="use_bias", out_bias="use_bias"),
+                        131072, 18, 1024, 16, 2, 128, tied=True),
+    "ernie4_5_moe": _family(
+        _full,
+        Block(experts("moe_num_experts", "moe_k", shared=shared_by_count("moe_num_shared_experts"),
+                      is_dense=blocks.ernie_dense, router=1), bias="use_bias", out_bias="use_bias"),
+        131072, 28, 2560, 20, 4, tied=True, moe_layer_start_index=1, moe_layer_end_index=-1,
+    ),
+    "gemma": _family(_full, _biased, 8192, 28, 3072, 16, 16, 256, tied=True),
+    "glm": _family(_full, Block(dense(), bias="attention_bias"), 131072, 40, 4096, 32, 2, 128),
+    "glm4": _family(_full, Block(dense(), norms=4, bias="attention_bias"), 131072, 40, 4096, 32, 2, 128),
+    "glm4_moe": _family(_full, Block(_routed, bias="attention_bias", qk_norm="head", qk_flag="use_qk_norm"),
+                        131072, 46, 4096, 96, 8),
+    "granite": _family(_full, _llama, 2048, 32, 4096, 32, None),
+    "granitemoe": _family(_full, _granitemoe, 2048, 32, 4096, 32, None),
+    "granitemoeshared": _family(_full, _granitemoe, 2048, 32, 4096, 32, None),
+    "helium": _family(_full, Block(dense(bias="mlp_bias"), bias="attention_bias"), 4096, 24, 2560, 20, 20, 128),
+    "hunyuan_v1_dense": _family(layouts.full_unless_shared, _qwen3, 2048, 32, 4096, 32, None),
+    "hunyuan_v1_moe": _family(
+        layouts.full_unless_shared,
+        Block(experts("num_experts", "moe_topk", shared=blocks.shared_like_dense), bias="attention_bias",
+              out_bias="attention_bias", qk_norm="head"),
+        2048, 32, 4096, 32, None,
+    ),
+    "minimax_m2": _family(layouts.full_if_softmax, Block(experts("num_local_experts"), qk_norm="all"),
+                          196608, 62, 3072, 48, 8, 128),
+    "nemotron": _family(_full, Block(dense(2, bias="mlp_bias"), norm_bias=True, bias="attention_bias",
+                                     out_bias="attention_bias"), 4096, 32, 6144, 48, None),
+    "olmo": _family(_full, Block(dense(), norms=0, bias="attention_bias", out_bias="attention_bias"),
+                    2048, 32, 4096, 32, None),
+    "olmo2": _family(_full, _olmo2, 2048, 32, 4096, 32, None),
+    "olmoe": _family(_full, Block(experts("num_experts"), bias="attention_bias", out_bias="attention_bias",
+                                  qk_norm="all"), 4096, 16, 2048, 16, None),
+    "phi": _family(_full, Block(dense(2, bias=True), norms=1, norm_bias=True, bias=True, out_bias=True,
+                                beside=blocks.head_bias), 2048, 24, 2048, 32, None),
+    "seed_oss": _family(_full, Block(dense(bias="mlp_bias"), bias="attention_bias", out_bias="attention_out_bias"),
+                        524288, 64, 4096, 80, 8, 128, attention_bias=True),
+    "stablelm": _family(_full, Block(dense(), norm_bias=True, bias="use_qkv_bias", qk_norm="all",
+                                     qk_flag="qk_layernorm"), 4096, 32, 2560, 32, 32),
+    "gpt2": _family(layouts.one_head_per_query, _gpt, 1024, 12, 768, 12, None, tied=True, names=_GPT2),
+    "gpt_neox": _family(
+        layouts.one_head_per_query,
+        Block(dense(2, bias=True), norm_bias=True, bias="attention_bias", out_bias="attention_bias"),
+        2048, 44, 6144, 64, None, attention_bias=True,
+    ),
+    # One window, or none, for every layer.
+    "mistral": _family(_window, _gated, 131072, 32, 4096, 32, 8, sliding_window=4096),
+    "ministral3": _family(_window, _gated, 262144, 34, 4096, 32, 8, 128),
+    "mixtral": _family(_window, _local, 131072, 32, 4096, 32, 8),
+    "phi3": _family(_window, _gated, 4096, 32, 3072, 32, None),
+    "starcoder2": _family(
+        _window, Block(dense(2, bias="use_bias"), norm_bias=True, bias="use_bias", out_bias="use_bias"),
+        4096, 30, 3072, 24, 2, tied=True, use_bias=True,
+    ),
+    "qwen3_moe": _family(
+        layouts.one_window_if_used,
+        Block(experts("num_experts", is_dense=blocks.qwen_dense), bias="attention_bias", out_bias="attention_bias",
+              qk_norm="head"),
+        32768, 24, 2048, 32, 4, sliding_window=4096,
+    ),
+    # Some layers slide.
+    "cohere2": _family(_every(4, field="sliding_window_pattern"), Block(dense(), norms=1, bias="attention_bias",
+                       out_bias="attention_bias"), 8192, 40, 8192, 64, None, tied=True, sliding_window=4096),
+    "cwm": _family(_every(4, first=True), Block(dense(bias="mlp_bias")), 131072, 64, 6144, 48, 8, 128,
+                   sliding_window=8192),
+    "dots1": _family(layouts.window_after_always, Block(_routed, bias="attention_bias", out_bias="attention_bias",
+                     qk_norm="head"), 2048, 62, 4608, 32, 32, sliding_window=4096, max_window_layers=62),
+    "exaone4": _family(layouts.exaone4, Block(dense(), qk_norm="head"), 2048, 32, 4096, 32, 32, sliding_window=4096),
+    "gemma2": _family(_every(2), _gemma2, 8192, 26, 2304, 8, 4, 256, tied=True, sliding_window=4096),
+    "gemma3_text": _family(
+        _every(6, field="sliding_window_pattern"),
+        Block(dense(), norms=4, bias="attention_bias", out_bias="attention_bias", qk_norm="head"),
+        131072, 26, 2304, 8, 4, 256, tied=True, names=_PATTERN, sliding_window=4096, vocab_size=262208,
+    ),
+    "gemma4_text": _family(
+        layouts.gemma4,
+        Block(blocks.gemma4_feed, norms=4, bias="attention_bias", out_bias="attention_bias", more=blocks.gemma4_more,
+              beside=blocks.gemma4_beside),
+        131072, 30, 2304, 8, 4, 256, tied=True, sliding_window=512, num_kv_shared_layers=0,
+        hidden_size_per_layer_input=256,
+    ),
+    "gpt_oss": _family(_every(2), Block(blocks.gpt_oss, bias="attention_bias", out_bias="attention_bias",
+                       more=blocks.sinks), 131072, 36, 2880, 64, 8, 64, sliding_window=128, attention_bias=True),
+    "ministral": _family(layouts.all_or_none, _gated, 131072, 32, 4096, 32, 8, sliding_window=4096),
+    "olmo3": _family(_every(4), _olmo2, 2048, 32, 4096, 32, None, sliding_window=4096),
+    "qwen2": _family(layouts.window_after, _qwen2, 32768, 32, 4096, 32, 32, sliding_window=4096, max_window_layers=28),
+    "qwen2_moe": _family(
+        layouts.window_before,
+        Block(experts("num_experts", shared=shared_by_width("shared_expert_intermediate_size", gate=True),
+                      is_dense=blocks.qwen_dense), bias="qkv_bias"),
+        32768, 24, 2048, 16, 16, sliding_window=4096, max_window_layers=28, qkv_bias=True,
+    ),
+    "qwen3": _family(layouts.window_after, _qwen3, 32768, 32, 4096, 32, 32, 128, sliding_window=4096,
+                     max_window_layers=28),
+    "smollm3": _family(layouts.smollm3, _llama, 32768, 36, 2048, 16, 4, tied=True, no_rope_layer_interval=4),
+    "vaultgemma": _family(_every(2), _biased, 8192, 26, 2304, 8, 4, 256, tied=True, sliding_window=4096),
+    # Multi-head latent attention.
+    "deepseek_v2": _latent(
+        2048, 32, 32,
+        Block(experts("n_routed_experts", shared=shared_by_count("n_shared_experts"), is_dense=blocks.first_dense)),
+        nope=128, value=128, query=1536,
+    ),
+    "deepseek_v3": _latent(4096, 61, 128, _deepseek, nope=128, value=128, query=1536),
+    "glm4_moe_lite": _latent(202752, 47, 20, _deepseek, nope=192, value=256, query=768),
+    # Planned for only: what the engine does not run.
+    "kimi_k2": _planned(layouts.latent, _deepseek),
+    "deepseek_v32": _planned(layouts.sparse_latent, _deepseek, index_n_heads=64, index_head_dim=128, index_topk=2048),
+    "glm_moe_dsa": _planned(layouts.sparse_latent, _deepseek, index_n_heads=32, index_head_dim=128, index_topk=2048),
+    "llama4_text": _planned(layouts.llama4, Block(blocks.llama4_feed, bias="attention_bias",
+                            out_bias="attention_bias")),
+    "mimo_v2_flash": _planned(layouts.mimo_v2, Block(experts("n_routed_experts", is_dense=lambda _, i: i == 0,
+                              router=1), more=blocks.sinks)),
+    "qwen3_next": _planned(layouts.gated_delta_net, _qwen_hybrid, head_dim=256),
+    "qwen3_5_text": _planned(layouts.gated_delta_net, _qwen_hybrid, head_dim=256),
+    "qwen3_5_moe_text": _planned(layouts.gated_delta_net, _qwen_hybrid, head_dim=256),
+    "nemotron_h": _planned(layouts.nemotron_h, Block(blocks.nemotron_h_feed, norms=1, bias="attention_bias",
+                           out_bias="attention_bias"), head_dim=128),
+}  # fmt: skip
+
+RUNNING = tuple(sorted(kind for kind, family in FAMILIES.items() if family.runs))
