@@ -14,7 +14,7 @@ from kvire.core.keys import block_keys
 from kvire.core.record import BlockId
 from kvire.engine.engine import Engine
 from kvire.engine.request import Output, Request
-from kvire.store.speed import Speed
+from kvire.plan.cost import Speed
 from kvire.store.tiered import TieredStore
 
 # What a token is said to cost to compute. PATIENT: so much that every load is waited for, however busy the machine.

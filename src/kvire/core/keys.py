@@ -80,6 +80,37 @@ def block_keys(
     return keys
 
 
+def divided(salt: str, *, cache_salt: str = "", epoch: str = "") -> str:
+    """A tenant's salt, divided by what separates requests within the tenant.
+
+    cache_salt: the request's. epoch: what was stored under another one is not to be found any more.
+    """
+    if cache_salt:
+        salt += "/" + sha256(cache_salt.encode("utf-8")).hexdigest()
+    return f"{salt}/{epoch}" if epoch else salt
+
+
+def unsealed_salt(tenant: str) -> str:
+    """A tenant's salt where no store keeps a random one: blocks are told apart, and never leave the process."""
+    return sha256(tenant.encode("utf-8")).hexdigest() if tenant else ""
+
+
+def page_key(root: BlockKey, name: bytes) -> BlockKey:
+    """Key of a block that another engine names by a hash over its tokens and all before them."""
+    return BlockKey(sha256(field("parent", root) + field("page", name)).digest())
+
+
+def page_words(name: bytes) -> tuple[int, ...]:
+    """Eight int32 that stand where such a block's token ids would: a reader compares them in their place."""
+    return tuple(np.frombuffer(sha256(field("sglang page", name)).digest(), "<i4").tolist())
+
+
+def page_content(salt: str, name: bytes) -> bytes:
+    """Such a block's content id (see content_ids)."""
+    told = field("kvire", b"sglang content") + field("salt", salt.encode("utf-8")) + field("page", name)
+    return sha256(told).digest()[:16]
+
+
 def content_ids(salt: str, token_ids: Sequence[int], ends: Sequence[int]) -> list[bytes]:
     """16 bytes for each of token_ids[:end]; ends ascend. They tell the same tokens again under another namespace.
 

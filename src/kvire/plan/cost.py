@@ -6,6 +6,7 @@ three ways to get the KV of a span of stored blocks: load it all, compute it all
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 # Loading alone is preferred to both at once from here on: what computing would add is less than what it would delay.
 LOAD_ALONE = 0.25
@@ -13,6 +14,8 @@ LOAD_ALONE = 0.25
 LEAST_GAIN = 0.05
 # Of earlier measurements, the share that still counts when the next one comes.
 MEMORY = 0.95
+# A step says how fast prefill is if it computes at least so many tokens of one prompt, and few others beside them.
+LEAST_STEP_TOKENS, LEAST_STEP_SHARE = 32, 7 / 8
 
 
 class Way(StrEnum):
@@ -23,9 +26,12 @@ class Way(StrEnum):
     COMPUTE = "compute"
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """A tier's speed. samples: loads it was measured from; 0 for a guess."""
+class Speed(NamedTuple):
+    """How fast a tier gives blocks.
+
+    latency_s: until the first block of a load, beyond what its bytes take.
+    samples: reads it was measured from; 0 for a guess.
+    """
 
     latency_s: float
     bytes_per_s: float
@@ -39,14 +45,29 @@ class Speed:
 class PrefillSpeed:
     """Seconds of prefill, as token_s per token and context_s per token and token of context before it.
 
-    The two are fitted to what was measured, by least squares in which old steps fade. token_s: a guess until then.
+    The two are fitted to what was measured, by least squares in which old steps fade. token_s: a guess until then;
+    None: nothing is known before the first measurement.
     """
 
-    def __init__(self, token_s: float) -> None:
-        self.token_s = token_s
+    def __init__(self, token_s: float | None = None) -> None:
+        self.token_s = token_s or 0.0
         self.context_s = 0.0
         self.samples = 0
+        self._guessed = token_s is not None
         self._sums = [0.0] * 5  # of n*n, n*c, c*c, n*t, c*t
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a guess, or a measurement."""
+        return self._guessed or self.samples > 0
+
+    def step(self, start: int, count: int, step_tokens: int, seconds: float) -> None:
+        """A step took `seconds` for `step_tokens`, `count` of them of the prompt with most of them, from `start` on.
+
+        Measured only if nearly all of it was that prompt's.
+        """
+        if count >= LEAST_STEP_TOKENS and count > LEAST_STEP_SHARE * step_tokens:
+            self.measured(start, count, seconds)
 
     def measured(self, start: int, count: int, seconds: float) -> None:
         """`count` tokens from position `start` on took `seconds`, alone."""
@@ -75,12 +96,19 @@ class PrefillSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """way: what to do. seconds: until the whole span is there. load_s, compute_s: of either way alone."""
+    """What to do about a span of stored blocks.
+
+    way: to do it.
+    seconds: until the whole span is there.
+    load_s, compute_s: of either way alone. Whoever only waits for a load waits no longer than compute_s.
+    is_try: computing seems faster, and the load is made to see whether that is still so.
+    """
 
     way: Way
     seconds: float
     load_s: float
     compute_s: float
+    is_try: bool = False
 
     @property
     def saved_s(self) -> float:
@@ -88,15 +116,22 @@ class Choice:
         return self.compute_s - self.seconds
 
 
-def choose(speed: Speed, prefill: PrefillSpeed, start: int, stop: int, size_bytes: int) -> Choice:
-    """Whether to load the tokens from `start` to `stop`, which are stored in `size_bytes`, to compute them, or both."""
+def choose(
+    speed: Speed, prefill: PrefillSpeed, start: int, stop: int, size_bytes: int, *, can_meet: bool = True
+) -> Choice:
+    """Whether to load the tokens from `start` to `stop`, which are stored in `size_bytes`, to compute them, or both.
+
+    can_meet: an engine that computes from the front can take over what was loaded from the back. Without it a load is
+    waited for, and is worth it if that is sooner.
+    """
     load_s = speed.seconds(size_bytes)
     compute_s = prefill.seconds(start, stop)
-    if load_s <= LOAD_ALONE * compute_s:
+    if load_s <= (LOAD_ALONE if can_meet else 1 - LEAST_GAIN) * compute_s:
         return Choice(Way.LOAD, load_s, load_s, compute_s)
-    meet_s = _meet(speed, prefill, start, stop, size_bytes)
-    if meet_s <= (1 - LEAST_GAIN) * compute_s:
-        return Choice(Way.BOTH, meet_s, load_s, compute_s)
+    if can_meet:
+        meet_s = _meet(speed, prefill, start, stop, size_bytes)
+        if meet_s <= (1 - LEAST_GAIN) * compute_s:
+            return Choice(Way.BOTH, meet_s, load_s, compute_s)
     return Choice(Way.COMPUTE, compute_s, load_s, compute_s)
 
 

@@ -4,22 +4,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from kvire.plan.cost import Speed
 from kvire.store.tier import TierKind
 
 # Each new read counts this much against all before it: the last few dozen decide, and a tier that dies shows at once.
 WEIGHT = 1 / 32
-
-
-class Speed(NamedTuple):
-    """latency_s: until the first block of a load, beyond what its bytes take. samples: reads measured; 0 means that
-    the figures are a prior, not a measurement.
-    """
-
-    latency_s: float
-    bytes_per_s: float
-    samples: int
 
 
 PRIORS = {

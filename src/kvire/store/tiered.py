@@ -19,13 +19,13 @@ from kvire.core.config import StoreConfig
 from kvire.core.errors import StoreError, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
+from kvire.plan.cost import Speed
 from kvire.store.epochs import Epochs, Mark
 from kvire.store.explain import Answer, Explainer, MissQuery, Noting
 from kvire.store.keyring import Keyring
 from kvire.store.level import Level, LevelCounts
 from kvire.store.loader import Loader
 from kvire.store.memory import Evicting, Fill
-from kvire.store.speed import Speed
 from kvire.store.ticket import Ticket, Wanted
 from kvire.store.tier import Buffer, Tier, TierKind, TierStats
 from kvire.store.write_behind import DEFAULT_BUFFER_BYTES, WriteBehind

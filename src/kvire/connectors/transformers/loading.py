@@ -11,9 +11,8 @@ from kvire.connectors.transformers.blocks import CacheLayout
 from kvire.connectors.transformers.chain import Chain
 from kvire.core.record import BlockId
 from kvire.core.report import CacheReport, MissReason
-from kvire.plan.cost import PrefillSpeed
+from kvire.plan.cost import PrefillSpeed, Speed
 from kvire.store.explain import Answer, MissQuery, StoreMiss
-from kvire.store.speed import Speed
 from kvire.store.ticket import Failure, FailureReason, LoadState, Wanted
 from kvire.store.tier import TierKind
 from kvire.store.tiered import TieredStore

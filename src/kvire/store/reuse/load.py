@@ -1,0 +1,206 @@
+"""A prompt's blocks on their way from the store into an engine's memory, and whether to wait or to compute meanwhile.
+
+Computing goes on from the front; loading may come from the back. What is computed is claimed first, so that no block
+is written by both. Where the computed front meets loaded blocks, it jumps over them.
+"""
+
+from collections.abc import Sequence
+from time import monotonic
+
+from kvire.core.report import MissReason
+from kvire.plan.cost import PrefillSpeed, Speed, Way, choose
+from kvire.store.reuse.look import Found
+from kvire.store.reuse.why import reason_of
+from kvire.store.ticket import FailureReason, LoadState, Ticket
+from kvire.store.tier import TierKind
+
+# A load is judged by what has arrived once it had so long to begin, and for this share of what computing would take.
+BEGIN_S, BEGIN_SHARE = 0.01, 0.005
+# After so many times that, a load that brings too little is called off.
+PATIENCE = 4.0
+# The share of computing that it is worth to wait for a remote tier's word on what it holds.
+PROBE_SHARE = 0.015
+# Tokens computed at once while something may still come: small steps meet it sooner, large ones are faster per token.
+LEAST_CHUNK_TOKENS, PROBE_CHUNK_TOKENS = 64, 128
+CHUNK_SHARE = 0.25  # of what is still to be loaded
+
+_SLOWEST_FIRST = (TierKind.REMOTE, TierKind.DISK, TierKind.MEMORY)
+
+
+class Load:
+    """The blocks of `found` that `ticket` brings.
+
+    known, stop: see Found. speed: at which they were expected.
+    all_or_nothing: a part with a window needs the end of the span, so a piece of it is of no use.
+    told: whether a remote tier began to give what is not certainly there.
+    waited_s: for it, so far.
+    """
+
+    def __init__(self, ticket: Ticket, found: Found, *, all_or_nothing: bool) -> None:
+        self.ticket = ticket
+        self.known, self.stop = found.known, found.stop
+        self.speed = found.speed
+        self.all_or_nothing = all_or_nothing
+        self.started_s = monotonic()
+        self.told = False
+        self.waited_s = 0.0
+        self._waits_since: float | None = None
+        self._jumped = self._claimed = False
+        self._unsure: int | None = None  # the first block computed before any tier said whether it is stored
+        self._at: dict[int, list[int]] = {}  # block index -> places in the ticket
+        for place, (index, _) in enumerate(found.needed):
+            self._at.setdefault(index, []).append(place)
+        self._first = min(self._at, default=found.stop)
+        self._bytes = [len(wanted.out) for wanted in ticket.wanted]
+        self._given_up: set[int] = set()  # blocks that are computed elsewhere while a read is under way
+
+    def frontier(self, index: int) -> int:
+        """How far a front at block `index` can jump: the first block from there on that is not loaded."""
+        if self.all_or_nothing:  # what no window reaches is not loaded, and not missed
+            return self.stop if self._is_ready([at for at in self._at if at >= index]) else index
+        while index < self.stop and self._is_ready((index,)):
+            index += 1
+        return index
+
+    def jumped(self) -> None:
+        """The sequence took over loaded blocks."""
+        self._jumped = True
+
+    def is_quiet(self, within_s: float) -> bool:
+        """Whether nothing is read into the blocks any more, or will have been before long."""
+        end = monotonic() + within_s
+        while self.ticket.active and (left_s := end - monotonic()) > 0:
+            self.ticket.wait(left_s, seen=self.ticket.changed)
+        return not self.ticket.active
+
+    def source(self, index: int) -> TierKind:
+        """Where block `index`, or if no part of it is needed the first one needed, came from: its slowest part."""
+        kinds = {self.ticket.source(place) for place in self._at[max(index, self._first)]}
+        return next(kind for kind in _SLOWEST_FIRST if kind in kinds)
+
+    def claim(self, index: int, stop: int) -> int:
+        """Take blocks from `index` on for computing; the first one, up to `stop`, that cannot be had."""
+        if not self.told and self.known < self.stop:
+            begun, states = (LoadState.READING, LoadState.READY), self.ticket.states()
+            self.told = any(states[p] in begun for at, places in self._at.items() if at >= self.known for p in places)
+        for at in range(index, min(stop, self.stop)):
+            if at not in self._given_up and not all(self.ticket.claim(place) for place in self._at[at]):
+                return at
+        return stop
+
+    def computed(self, first: int, stop: int) -> tuple[int, MissReason] | None:
+        """The blocks from `first` to `stop` were claimed: which of them is the first that is a miss, and why."""
+        self._claimed = self._claimed or stop > first
+        missed = None
+        for index in range(first, min(stop, self.stop)):
+            reason = self.why(index)
+            if missed is None and reason is not None:
+                missed = index, reason
+            if reason is None and self.failure(index) is None and self._unsure is None:
+                self._unsure = index
+        return missed
+
+    def give_up(self, index: int) -> None:
+        """Block `index` is computed into other memory, whatever still arrives."""
+        self._given_up.add(index)
+
+    def is_reading(self, index: int) -> bool:
+        """Whether some of block `index` is being read at this moment."""
+        return any(self.ticket.state(place) is LoadState.READING for place in self._at.get(index, ()))
+
+    def failure(self, index: int) -> FailureReason | None:
+        """Why block `index` could not be loaded; None if it can, or was not tried."""
+        failures = [self.ticket.failure(place) for place in self._at.get(index, ())]
+        return next((failure.reason for failure in failures if failure is not None), None)
+
+    def why(self, index: int) -> MissReason | None:
+        """Why block `index` is computed; None if, as far as is known, no tier has it."""
+        failure = self.failure(index)
+        if failure is not None:
+            return reason_of(failure, was_there=index < self.known)
+        return MissReason.SLOWER if index < self.known or self.told else None
+
+    def why_lost(self) -> MissReason | None:
+        """Of a load that is all or nothing: why it is given up; None if, as far as is known, no tier has it."""
+        failed = self._first_failed()
+        return MissReason.SLOWER if failed is None else self.why(failed)
+
+    def end(self) -> tuple[int, MissReason] | None:
+        """Begin no further read. The first block that is a miss only now, and why."""
+        self.ticket.cancel()
+        self.note_waiting(waits=False)
+        if self._jumped and self._unsure is not None:  # a remote tier had the prompt, but was too slow to say so
+            return self._unsure, MissReason.SLOWER
+        return None
+
+    @property
+    def met(self) -> bool:
+        """Whether part was loaded and part computed: from both ends, or because a tier was slow."""
+        return self._jumped and self._claimed
+
+    def note_waiting(self, *, waits: bool) -> None:
+        """The sequence computes nothing now, or does again: adds up `waited_s`."""
+        now = monotonic()
+        if self._waits_since is not None:
+            self.waited_s += now - self._waits_since
+        self._waits_since = now if waits else None
+
+    def chunk_tokens(self, front_tokens: int, block_size: int, prefill: PrefillSpeed, most_tokens: int) -> int:
+        """How many tokens to compute now, from `front_tokens` on: none while it is better to wait, at most
+        `most_tokens`.
+        """
+        states = self.ticket.states()
+        missing = self._missing(states, front_tokens // block_size)
+        if not missing:
+            return most_tokens  # nothing more will come: compute what is left
+        elapsed_s = monotonic() - self.started_s
+        stop = self.stop * block_size
+        span = stop - front_tokens
+        if not self.all_or_nothing:
+            span = max(block_size, min(span, block_size * len(missing)))
+        compute_s = prefill.seconds(stop - span, stop)
+        if self.ticket.probing:
+            patient = elapsed_s < PROBE_SHARE * compute_s
+            return 0 if patient or self.all_or_nothing else min(PROBE_CHUNK_TOKENS, most_tokens)
+        begun_s = 2 * self.speed.latency_s + BEGIN_S + BEGIN_SHARE * compute_s
+        speed = self.speed if elapsed_s < begun_s else self._observed(states, elapsed_s)
+        choice = choose(speed, prefill, stop - span, stop, sum(self._bytes[place] for place in missing))
+        late = elapsed_s > PATIENCE * begun_s
+        if self.all_or_nothing:
+            lost = self._first_failed() is not None or (late and choice.load_s > choice.compute_s)
+            return most_tokens if lost else 0
+        if choice.way is Way.LOAD:
+            return 0
+        if choice.way is Way.COMPUTE and late:
+            self.ticket.cancel()
+            return most_tokens
+        meanwhile = max(LEAST_CHUNK_TOKENS, prefill.tokens_within(front_tokens, CHUNK_SHARE * choice.load_s))
+        return min(meanwhile, most_tokens)
+
+    def _is_ready(self, indices: Sequence[int]) -> bool:
+        return all(
+            index in self._at
+            and index not in self._given_up
+            and all(self.ticket.state(place) is LoadState.READY for place in self._at[index])
+            for index in indices
+        )
+
+    def _first_failed(self) -> int | None:
+        """The first block that could not be loaded."""
+        return next((index for index in sorted(self._at) if self.failure(index) is not None), None)
+
+    def _missing(self, states: Sequence[LoadState], index: int) -> list[int]:
+        """Places from block `index` on that may still arrive."""
+        waiting = (LoadState.WAITING, LoadState.READING)
+        return [
+            place
+            for at, places in self._at.items()
+            if at >= index and at not in self._given_up
+            for place in places
+            if states[place] in waiting
+        ]
+
+    def _observed(self, states: Sequence[LoadState], elapsed_s: float) -> Speed:
+        """What the tiers gave so far; half a block if nothing has arrived."""
+        arrived = sum(self._bytes[place] for place, state in enumerate(states) if state is LoadState.READY)
+        return Speed(0.0, max(arrived, 0.5 * self._bytes[0]) / elapsed_s)

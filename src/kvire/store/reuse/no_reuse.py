@@ -1,0 +1,86 @@
+"""No store, as an object: an engine asks it the same as a Reuse, and nothing is ever found."""
+
+from collections.abc import Iterable, Mapping
+from math import inf
+
+from kvire.core.keys import BlockKey, Namespace, unsealed_salt
+from kvire.plan.cost import Choice, PrefillSpeed, Speed, Way
+from kvire.store.explain import Answer
+from kvire.store.reuse.chain import Blocks, Chain, Identity, Names
+from kvire.store.reuse.load import Load
+from kvire.store.reuse.look import Found, Word
+from kvire.store.reuse.planner import Memory, Reuse
+from kvire.store.tiered import StoreStats
+
+
+class NoReuse:
+    """Where there is no store: names without a secret, and nothing is ever found. See Reuse."""
+
+    loads_ahead = False
+    has_windows = False
+
+    def __init__(self, namespace: Namespace, *, prefill: PrefillSpeed | None = None) -> None:
+        self.names = Names(namespace, unsealed_salt, _note_nothing)
+        self.prefill = prefill or PrefillSpeed()
+
+    def name(self, tenant: str = "", cache_salt: str = "") -> Identity:
+        """See Reuse."""
+        return self.names.of(tenant, cache_salt)
+
+    def look(self, blocks: Blocks, first: int, limit: int | None = None) -> Found:
+        """Nothing."""
+        limit = len(blocks.keys) if limit is None else limit
+        return Found(first, first, first, limit, Word.SURE, first, (), (), Speed(0.0, inf), 0)
+
+    def hope(self, found: Found) -> Found:
+        """See Reuse."""
+        return found
+
+    def worth(self, found: Found, *, can_meet: bool = True) -> Choice:
+        """Nothing can be loaded."""
+        del can_meet
+        seconds = self.prefill.seconds(found.first, found.stop)
+        return Choice(Way.COMPUTE, seconds, inf, seconds)
+
+    def decided(self, choice: Choice) -> None:
+        """See Reuse."""
+
+    def load(self, blocks: Blocks, found: Found, memory: Memory, way: Way) -> Load:
+        """Never called: nothing is found."""
+        del blocks, found, memory, way
+        raise AssertionError("nothing is loaded without a store")
+
+    def save(self, blocks: Blocks, indices: Iterable[int], memory: Memory) -> bool:
+        """Kept nowhere."""
+        del blocks, indices, memory
+        return False
+
+    def finished(self, blocks: Blocks, stop: int, *, keep: bool) -> None:
+        """See Reuse."""
+
+    def discard(self, keys: Iterable[BlockKey]) -> None:
+        """See Reuse."""
+
+    def why(self, chain: Chain, index: int, prompt_tokens: int) -> Answer | None:
+        """Nobody to ask."""
+        del chain, index, prompt_tokens
+        return None
+
+    def stats(self) -> StoreStats:
+        """Of no tier."""
+        return StoreStats({}, 0, 0, 0, 0)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Nothing is on its way."""
+        del timeout_s
+        return True
+
+    def close(self) -> None:
+        """See Reuse."""
+
+
+AnyReuse = Reuse | NoReuse
+
+
+def _note_nothing(root: BlockKey, fields: Mapping[str, str]) -> None:
+    del root, fields

@@ -1,0 +1,105 @@
+"""What became of one prompt's reuse: the load under way, where its KV came from, and why no more of it did."""
+
+from collections import Counter
+from collections.abc import Callable
+from time import monotonic
+
+from kvire.core.report import CacheReport, MissReason
+from kvire.plan.cost import Choice
+from kvire.store.explain import Answer
+from kvire.store.reuse.load import Load
+from kvire.store.reuse.look import Found
+from kvire.store.reuse.why import Miss, explained
+from kvire.store.tier import TierKind
+
+FRESH_S = 0.25  # how long a look is believed: a prompt that waits for a seat is looked at in every step
+
+
+class Reused:
+    """One prompt's; belongs to its engine's thread.
+
+    load: blocks on their way from the store; None if none are.
+    may_load: whether it may load once more.
+    slower: the decision to compute what is stored, where that was made last.
+    device_tokens: reused from the device's own blocks.
+    loaded_tokens: by kind of tier.
+    spans: (start, stop) of prompt tokens that were loaded.
+    waited_s: for loads.
+    saved_s: what computing the reused tokens would have taken, less what was waited; None if nobody has measured.
+    miss: why reuse ended where it did, as far as the device tells.
+    load_miss: why it did where something was, or could have been, loaded; None if the store had nothing to do with it.
+    answer: of the store, about the prompt from token `asked_token` on; None if it was not asked.
+    """
+
+    def __init__(self) -> None:
+        self.load: Load | None = None
+        self.may_load = True
+        self.slower: Choice | None = None
+        self.device_tokens = 0
+        self.loaded_tokens: Counter[TierKind] = Counter()
+        self.spans: list[tuple[int, int]] = []
+        self.waited_s = 0.0
+        self.saved_s: float | None = None
+        self.miss = Miss(MissReason.NEVER_STORED)
+        self.load_miss: Miss | None = None
+        self.answer: Answer | None = None
+        self.asked_token = 0
+        self._seen: tuple[int, float, Found] | None = None
+
+    def seen(self, first: int, look: Callable[[], Found]) -> Found:
+        """What `look` found beyond the device's `first` blocks, lately or now."""
+        now = monotonic()
+        if self._seen is None or self._seen[0] != first or now - self._seen[1] > FRESH_S:
+            self._seen = first, now, look()
+        return self._seen[2]
+
+    def forget_look(self) -> None:
+        """The next look is a new one."""
+        self._seen = None
+
+    def take(self, kind: TierKind, tokens: int) -> None:
+        """Tokens came from a tier."""
+        self.loaded_tokens[kind] += tokens
+
+    def missed(self, token: int, reason: MissReason) -> None:
+        """The token was computed although something was, or could have been, loaded. The first such one counts."""
+        if self.load_miss is None:
+            self.load_miss = Miss(reason, token)
+
+    def end_load(self) -> Load:
+        """Leave the load under way alone from now on."""
+        load, self.load = self.load, None
+        assert load is not None
+        self.waited_s += load.waited_s
+        return load
+
+    def why(self) -> Miss:
+        """The first token that was computed, and why."""
+        if self.load_miss is not None:
+            return self.load_miss
+        return explained(self.miss, self.answer.poll() if self.answer is not None else None, self.asked_token)
+
+    def share(self) -> "Reused":
+        """For another answer to the same prompt, whose KV is there now."""
+        twin = Reused()
+        twin.device_tokens, twin.loaded_tokens = self.device_tokens, self.loaded_tokens.copy()
+        twin.miss, twin.load_miss, twin.saved_s = self.miss, self.load_miss, self.saved_s
+        twin.answer, twin.asked_token = self.answer, self.asked_token
+        return twin
+
+    def report(self, prompt_tokens: int, *, recomputed_tokens: int = 0, preemptions: int = 0) -> CacheReport:
+        """Where the prompt's KV came from."""
+        miss = self.why()
+        return CacheReport(
+            device_tokens=self.device_tokens,
+            memory_tokens=self.loaded_tokens[TierKind.MEMORY],
+            disk_tokens=self.loaded_tokens[TierKind.DISK],
+            remote_tokens=self.loaded_tokens[TierKind.REMOTE],
+            computed_tokens=prompt_tokens - self.device_tokens - self.loaded_tokens.total(),
+            miss=miss.reason,
+            miss_token=miss.token,
+            miss_detail=miss.detail,
+            saved_s=self.saved_s,
+            recomputed_tokens=recomputed_tokens,
+            preemptions=preemptions,
+        )
