@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 ANSWER = "answer: "  # vLLM prints, too
+PATIENCE_S = 30.0  # as in harness/waiting.py
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -116,6 +117,47 @@ class Driver:
                     engine.abort_request([name for name, i in names.items() if i == int(number)])
         seconds = time.perf_counter() - began
         return {"tokens": tokens, "cached": cached, "first_s": first, "seconds": seconds, "gaps": margins}
+
+    def leave(self, prompts: list[list[int]], when: str) -> dict[str, Any]:
+        """Ask for long answers to all at once, and abort all as soon as vLLM's scheduler has one that is "asked" for,
+        "seated", "preempted" or "loading"; what is left of them then.
+        """
+        from vllm import SamplingParams
+        from vllm.v1.request import RequestStatus
+
+        statuses = {
+            "asked": RequestStatus.WAITING, "seated": RequestStatus.RUNNING,
+            "preempted": RequestStatus.PREEMPTED, "loading": RequestStatus.WAITING_FOR_REMOTE_KVS,
+        }  # fmt: skip
+        engine, scheduler, names = self.llm.llm_engine, self._scheduler(), []
+        sampling = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True, detokenize=False)
+        for prompt in prompts:
+            self.number += 1
+            names.append(engine.add_request(str(self.number), {"prompt_token_ids": prompt}, sampling))
+        while not any(request.status is statuses[when] for request in scheduler.requests.values()):
+            assert engine.has_unfinished_requests(), f"none of them was ever {when}"
+            engine.step()
+        engine.abort_request(names)
+        end = time.monotonic() + PATIENCE_S
+        while any(self._left().values()) and time.monotonic() < end:
+            engine.step()
+        return self._left()
+
+    def _scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def _left(self) -> dict[str, int]:
+        """What vLLM and the connector have of requests; the engine runs in this process."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        scheduler = self._scheduler()
+        pool, side = scheduler.kv_cache_manager.block_pool, scheduler.connector._scheduler
+        return {
+            "requests": len(scheduler.requests),
+            "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+            "tracked": len(side._tracked) + len(side._excluded),
+            "loads": len(get_kv_transfer_group()._worker._loading),
+        }
 
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = {}
