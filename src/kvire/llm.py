@@ -53,7 +53,7 @@ class _Model:
         """
         config = EngineConfig.from_options(options)
         if isinstance(store, (str, Path)):
-            store = StoreConfig(path=Path(store))
+            store = StoreConfig(path=Path(store).expanduser())
         engine, self.loaded = build_engine(model, config, progress, store)
         self.client = EngineClient(engine).start()
         self.sessions: Sessions | None = None

@@ -44,8 +44,6 @@ def test_without_a_place_it_is_the_one_of_serve(monkeypatch: pytest.MonkeyPatch,
     assert config_from({}).path == tmp_path / "mine"
     assert config_from({}).encrypt
     assert config_from({"remote": ["redis://h"]}).path is None
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "index.db").touch()
     assert config_from({}).disk_bytes is None, "a store that is there keeps its limit"
 
 

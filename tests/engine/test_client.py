@@ -12,6 +12,7 @@ from harness.waiting import until
 from models.tiny import make_tiny
 
 from kvire import LLM, AsyncLLM
+from kvire.core.config import StoreConfig
 from kvire.core.errors import EngineClosedError, RequestError
 from kvire.engine.client import EngineClient
 from kvire.engine.result import Collector
@@ -104,6 +105,14 @@ def test_llm_takes_prompts_one_by_one_or_many(tiny: str) -> None:
             llm.generate("a\udcffb")
         with pytest.raises(RequestError):
             llm.generate([1.5])
+
+
+def test_a_store_that_is_named_by_its_folder_keeps_its_limit(tiny: str, tmp_path: Path) -> None:
+    lines = []
+    for store in (StoreConfig(path=tmp_path / "store", disk_bytes=64 << 20), tmp_path / "store"):
+        with LLM(tiny, kv_memory="8MiB", store=store) as llm:
+            lines.append(llm.store_line)
+    assert lines[0] == lines[1] and "at most 60 MiB" in str(lines[0])
 
 
 def test_async_llm(tiny: str) -> None:

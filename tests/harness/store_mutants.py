@@ -16,6 +16,8 @@ from kvire.codec.seal import Checksum
 from kvire.core.errors import BlockMissing
 from kvire.core.keys import Namespace, field
 from kvire.store import level
+from kvire.store.disk import DiskTier
+from kvire.store.disk_folder import DiskFolder
 from kvire.store.epochs import Epochs
 from kvire.store.eviction import EvictionOrder
 from kvire.store.explain import Explainer
@@ -328,3 +330,20 @@ def backups_are_wiped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Keyring, "_wipe", lambda self, descriptor: os.pwrite(descriptor, bytes(os.fstat(descriptor).st_size), 0)
     )
+
+
+def the_default_size_is_for_all(patch: pytest.MonkeyPatch) -> None:
+    """A folder gets the default size whenever none is named."""
+    init = DiskTier.__init__
+
+    def broken(self, path, capacity_bytes=None, *, new_bytes=None, **options):
+        if capacity_bytes is None and new_bytes is not None:
+            capacity_bytes = new_bytes(path)
+        init(self, path, capacity_bytes, new_bytes=new_bytes, **options)
+
+    patch.setattr(DiskTier, "__init__", broken)
+
+
+def a_damaged_index_takes_the_limit_along(patch: pytest.MonkeyPatch) -> None:
+    """Whatever was damaged begins like a new store."""
+    patch.setattr(DiskFolder, "_legible_limit", lambda self: None)

@@ -15,6 +15,7 @@ from store import (
     test_explain,
     test_keyring,
     test_memory,
+    test_open,
     test_runs,
     test_ticket,
     test_tiered,
@@ -112,6 +113,10 @@ CASES: Cases = [
     (claim(test_keyring.test_a_file_system_without_locks_is_refused_with_what_to_do), [broken.lock_errors_get_out]),
     (claim(test_engine_store.test_without_locks_requests_are_served_and_nothing_is_kept), [broken.lock_errors_get_out]),
     (claim(test_keyring.test_a_hard_linked_backup_keeps_its_content), [broken.backups_are_wiped]),
+    (claim(test_open.test_an_existing_folder_keeps_its_limit, way_in=test_open.library),
+     [broken.the_default_size_is_for_all]),
+    (claim(test_open.test_a_damaged_index_that_is_made_again_keeps_the_limit),
+     [broken.a_damaged_index_takes_the_limit_along]),
     (evictions_are_told_from_what_was_never_there, [broken.misses_are_never_evictions]),
 ]  # fmt: skip
 

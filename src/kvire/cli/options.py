@@ -79,7 +79,7 @@ STORE: dict[str, tuple[Any, Any]] = {
     "disk_size": (
         _option(
             str | None,
-            "What that folder may take at most; by default 20 GB, or a tenth of the free space if that is less.",
+            "What that folder may take at most; a new one gets 20 GB, or a tenth of the free space if that is less.",
             _STORE,
             show_default=False,
         ),

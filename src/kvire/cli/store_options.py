@@ -5,7 +5,7 @@ from typing import Any
 from kvire.core.config import StoreConfig
 from kvire.core.errors import ConfigError
 from kvire.core.memory import format_size, parse_size
-from kvire.store.place import DISK_BYTES, default_disk_bytes, default_store
+from kvire.store.place import DISK_BYTES, default_store
 
 SMALLEST_DISK_BYTES = 5 << 20  # with its part for sessions, what a disk tier can work with
 DAYS_OF_WEAR = 10  # times DISK_BYTES that a folder may be written in a day
@@ -40,9 +40,7 @@ def store_config(given: dict[str, Any], engine: dict[str, Any], *, default: bool
         path = default_store()
     return StoreConfig(
         path=path,
-        disk_bytes=parse_size(given["disk_size"], "--disk-size")
-        if given["disk_size"]
-        else default_disk_bytes(path, named=given["store"] is not None),
+        disk_bytes=parse_size(given["disk_size"], "--disk-size") if given["disk_size"] else None,
         ram_bytes=parse_size(given["ram"], "--ram") if given["ram"] else 0,
         remote=tuple(given["remote"] or ()),
         encrypt=given["encrypt"],

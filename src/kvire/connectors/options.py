@@ -9,7 +9,7 @@ from typing import Any
 from kvire.core.config import StoreConfig
 from kvire.core.errors import ConfigError
 from kvire.core.memory import parse_size
-from kvire.store.place import default_disk_bytes, default_store
+from kvire.store.place import default_store
 
 STORE_OPTIONS: Mapping[str, tuple[type, ...]] = {
     "store": (str,),
@@ -52,7 +52,7 @@ def store_config(
         raise ConfigError(f"disk_size in {where} limits a folder, and there is none: add store")
     return StoreConfig(
         path=path,
-        disk_bytes=parse_size(given["disk_size"], "disk_size") if "disk_size" in given else default_disk_bytes(path),
+        disk_bytes=parse_size(given["disk_size"], "disk_size") if "disk_size" in given else None,
         ram_bytes=parse_size(given["ram"], "ram") if "ram" in given else 0,
         remote=tuple(urls),
         encrypt=given.get("encrypt", True),

@@ -96,7 +96,7 @@ class StoreConfig:
     """Where blocks go below the pool, and how much of them.
 
     path: folder of the disk tier, or None for none. disk_bytes: what that folder may take at most, by `du`;
-    None leaves an existing folder the limit that it has.
+    None leaves an existing folder the limit that it has, and gives a new one the size that kvire.store.place chooses.
     ram_bytes: size of the memory tier; 0 for none. remote: URLs of remote tiers, nearest first. encrypt: seal what
     leaves the process. key_file: where the tenants' keys lie; None for the user's own. ttl_s: how long a block is
     kept unused; None for as long as there is room. writes_per_day_bytes: what the disk tier may be sent in a day
@@ -106,7 +106,7 @@ class StoreConfig:
     """
 
     path: Path | None = None
-    disk_bytes: int | None = 20 * GIB
+    disk_bytes: int | None = None
     ram_bytes: int = 0
     remote: tuple[str, ...] = ()
     encrypt: bool = True

@@ -43,8 +43,9 @@ class DiskTier:
     """Tier in the folder at `path`; everything of the tier protocol, and what a listing or an explanation asks.
 
     capacity_bytes: what `du` of the folder says at most, for all processes that share it: the last one that gives a
-    limit sets it; None takes what the folder has. At least MIN_CAPACITY_BYTES. writes_per_day_bytes: of all processes;
-    None: no limit. files, wall, elapsed: the system, replaced in tests. Nothing is opened before the first call.
+    limit sets it; None takes what the folder has. At least MIN_CAPACITY_BYTES. new_bytes: says, for the path, what a
+    folder without a limit gets; None: such a folder is refused. writes_per_day_bytes: of all processes; None: no limit.
+    files, wall, elapsed: the system, replaced in tests. Nothing is opened before the first call.
     """
 
     kind = TierKind.DISK
@@ -56,6 +57,7 @@ class DiskTier:
         capacity_bytes: int | None = None,
         *,
         name: str = "disk",
+        new_bytes: Callable[[Path], int] | None = None,
         writes_per_day_bytes: int | None = None,
         files: Files | None = None,
         wall: Callable[[], float] = time.time,
@@ -69,7 +71,7 @@ class DiskTier:
         self.name = name
         self._evicted = Evicted()
         self._touches = Touches()
-        self._access = DiskAccess(Path(path), capacity_bytes, files or Files(), wall, elapsed)
+        self._access = DiskAccess(Path(path), capacity_bytes, new_bytes, files or Files(), wall, elapsed)
         self._reader = DiskReader(self._access, self._evicted)
         self._prefetcher = Prefetcher(self._access)
         self._writer = DiskWriter(self._evicted, self._used, writes_per_day_bytes, elapsed)

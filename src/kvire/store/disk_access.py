@@ -66,6 +66,7 @@ class DiskAccess:
         self,
         path: Path,
         capacity_bytes: int | None,
+        new_bytes: Callable[[Path], int] | None,
         files: Files,
         wall: Callable[[], float],
         elapsed: Callable[[], float],
@@ -75,6 +76,7 @@ class DiskAccess:
         self.writing = Outage(f"writing to {path}", elapsed)
         self.unavailable = 0
         self._capacity_bytes = capacity_bytes
+        self._new_bytes = new_bytes
         self._files = files
         self._elapsed = elapsed
         self._started = wall() - elapsed()
@@ -168,14 +170,17 @@ class DiskAccess:
             self._let_go()
         for _ in range(2):
             try:
-                self._folder = DiskFolder.open(self._files, self.path, self._capacity_bytes, self.now())
+                self._folder = DiskFolder.open(
+                    self._files, self.path, self._capacity_bytes, self._new_bytes, self.now()
+                )
             except FileNotFoundError:
                 if not make:
                     return None
-                if self._capacity_bytes is None:
+                if self._capacity_bytes is None and self._new_bytes is None:
                     raise no_store(self.path) from None
                 self._files.make_folder(self.path)
             else:
+                self._new_bytes = _always(self._folder.capacity_bytes)  # should the folder or its index be lost
                 return self._folder
         raise FileNotFoundError(f"{self.path} vanishes as often as it is made")
 
@@ -204,3 +209,7 @@ class DiskAccess:
             folder.users -= 1
             if folder.stale and folder.users == 0:
                 folder.retire()
+
+
+def _always(size_bytes: int) -> Callable[[Path], int]:
+    return lambda _path: size_bytes

@@ -21,7 +21,7 @@ from threading import Lock
 
 from kvire.core.errors import StoreError
 from kvire.store.disk_index import READY, SCANNING, DiskIndex, IndexDamagedError, is_damage
-from kvire.store.disk_room import Evicted, Room, Segment, journal_bytes_for
+from kvire.store.disk_room import MIN_CAPACITY_BYTES, Evicted, Room, Segment, journal_bytes_for
 from kvire.store.disk_segments import SegmentFiles
 from kvire.store.files import Files
 
@@ -45,15 +45,18 @@ class DiskFolder:
         self.stale = False
         self._guard = Lock()
         self.index: DiskIndex  # set by `open`
+        self.capacity_bytes: int  # set by `open`: of the folder, as of then
         self._folder = folder
         self._lock = lock
 
     @classmethod
-    def open(cls, files: Files, path: Path, capacity_bytes: int | None, now: float) -> "DiskFolder":
+    def open(
+        cls, files: Files, path: Path, capacity_bytes: int | None, new_bytes: Callable[[Path], int] | None, now: float
+    ) -> "DiskFolder":
         """Open what is there; make what is missing, and the index again if it is damaged.
 
-        capacity_bytes: the limit from now on, for all who share the folder; None: the one it has. Raises OSError,
-        sqlite3.Error, StoreError.
+        capacity_bytes: the limit from now on, for all who share the folder; None: the one it has, or if it has none,
+        new_bytes of its path. Raises OSError, sqlite3.Error, StoreError.
         """
         folder = files.open_folder(path)
         try:
@@ -65,7 +68,7 @@ class DiskFolder:
         try:
             self._enter()
             with self._alone():
-                self._open_or_remake(capacity_bytes, now)
+                self._open_or_remake(capacity_bytes, new_bytes, now)
         except BaseException:
             self.retire()
             raise
@@ -143,37 +146,55 @@ class DiskFolder:
             finally:
                 self.files.unlock(self._lock, 0)
 
-    def _open_or_remake(self, capacity_bytes: int | None, now: float) -> None:
+    def _open_or_remake(self, capacity_bytes: int | None, new_bytes: Callable[[Path], int] | None, now: float) -> None:
         try:
-            self._open_index(capacity_bytes)
+            self._open_index(capacity_bytes, new_bytes)
             self._compare_segments(now)
         except (sqlite3.DatabaseError, IndexDamagedError) as error:
             if not is_damage(error):
                 raise
             log.warning("the index of %s is damaged and made again from its segments: %s", self.path, error)
+            if capacity_bytes is None:
+                capacity_bytes = self._legible_limit()
             self._close_index()
             self._remove_index()
-            self._open_index(capacity_bytes)
+            self._open_index(capacity_bytes, new_bytes)
             self._compare_segments(now)
 
-    def _open_index(self, capacity_bytes: int | None) -> None:
+    def _open_index(self, capacity_bytes: int | None, new_bytes: Callable[[Path], int] | None) -> None:
         for name in (LOCK, *INDEX_FILES):
             if self.files.is_regular(self._folder, name) is False:
                 self.files.unlink(self._folder, name)  # a link somebody put there; SQLite would follow it
         journal_bytes = journal_bytes_for(capacity_bytes or 0)
         if self.files.is_regular(self._folder, INDEX):
             self.index = DiskIndex(self.files, self.path / INDEX, journal_bytes)
-        elif capacity_bytes is None:
+        elif capacity_bytes is None and new_bytes is None:
             raise no_store(self.path)
         else:
             self.index = self._make_index(journal_bytes)
-        stored = self.index.query("SELECT value FROM settings WHERE name = 'capacity_bytes'")
-        if capacity_bytes is None and not stored:
-            raise no_store(self.path)
-        if capacity_bytes is not None and stored != [(capacity_bytes,)]:
+        stored = self._stored_limit()
+        limit_bytes = stored if capacity_bytes is None else capacity_bytes
+        if limit_bytes is None:
+            if new_bytes is None:
+                raise no_store(self.path)
+            limit_bytes = new_bytes(self.path)
+        if limit_bytes != stored:
             with self.index.transaction() as run:
-                run("INSERT OR REPLACE INTO settings VALUES ('capacity_bytes', ?)", capacity_bytes)
-        self.index.journal_bytes = journal_bytes_for(capacity_bytes or stored[0][0])
+                run("INSERT OR REPLACE INTO settings VALUES ('capacity_bytes', ?)", limit_bytes)
+        self.capacity_bytes = limit_bytes
+        self.index.journal_bytes = journal_bytes_for(limit_bytes)
+
+    def _stored_limit(self) -> int | None:
+        """The limit that the folder's index has; None if it was given none."""
+        rows = self.index.query("SELECT value FROM settings WHERE name = 'capacity_bytes'")
+        return int(rows[0][0]) if rows else None
+
+    def _legible_limit(self) -> int | None:
+        """The limit, of an index that is damaged somewhere; None if it cannot be read there."""
+        with suppress(sqlite3.Error, IndexDamagedError, AttributeError, TypeError, ValueError):
+            if (limit_bytes := self._stored_limit()) is not None and limit_bytes >= MIN_CAPACITY_BYTES:
+                return limit_bytes
+        return None
 
     def _make_index(self, journal_bytes: int) -> DiskIndex:
         self._remove_index()

@@ -13,8 +13,9 @@ from kvire.core.memory import format_size
 from kvire.store.disk import DiskTier
 from kvire.store.keyring import Keyring
 from kvire.store.memory import MemoryTier
+from kvire.store.place import default_disk_bytes
 from kvire.store.remote import open_remote
-from kvire.store.sessions import session_bytes
+from kvire.store.sessions import block_bytes
 from kvire.store.tier import Tier
 from kvire.store.tiered import TieredStore
 from kvire.store.write_behind import DEFAULT_BUFFER_BYTES
@@ -41,9 +42,12 @@ def open_store(
             tiers.append((MemoryTier(config.ram_bytes), Frames(unsealed(keyring))))
         if config.path is not None:
             keyring.check_outside(config.path)
-            size = config.disk_bytes
-            capacity = None if size is None else size - session_bytes(size)
-            disk = DiskTier(config.path, capacity, writes_per_day_bytes=config.writes_per_day_bytes)
+            disk = DiskTier(
+                config.path,
+                None if config.disk_bytes is None else block_bytes(config.disk_bytes),
+                new_bytes=lambda path: block_bytes(default_disk_bytes(path)),
+                writes_per_day_bytes=config.writes_per_day_bytes,
+            )
             opened.callback(disk.close)
             disk.open()
             tiers.append((disk, sealed))

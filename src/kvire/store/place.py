@@ -1,11 +1,10 @@
-"""Where a store lies if nobody says so, and how large it gets."""
+"""Where a store lies if nobody says so, and how large a new one gets. An existing one keeps the limit that it has."""
 
 import os
 import shutil
 from pathlib import Path
 
 from kvire.core.cache_folder import cache_folder
-from kvire.store.disk_folder import INDEX
 
 # Of a disk's free space and what the store has of it already, the share it takes where nobody says more.
 DISK_SHARE = 0.1
@@ -18,13 +17,8 @@ def default_store() -> Path:
     return Path(os.environ.get("KVIRE_STORE") or cache_folder() / "store").expanduser()
 
 
-def default_disk_bytes(path: Path | None, *, named: bool = True) -> int | None:
-    """A size that leaves the disk to others: at most DISK_BYTES, and a tenth of what is free or the store's already.
-
-    None for a folder that was named and is a store already: it keeps the limit that it has.
-    """
-    if path is None or (named and (path / INDEX).exists()):
-        return None
+def default_disk_bytes(path: Path) -> int:
+    """A size that leaves the disk to others: at most DISK_BYTES, and a tenth of what is free or the store's already."""
     here = next((parent for parent in (path, *path.absolute().parents) if parent.is_dir()), Path("/"))
     own = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
     return max(LEAST_DISK_BYTES, min(DISK_BYTES, int(DISK_SHARE * (shutil.disk_usage(here).free + own))))

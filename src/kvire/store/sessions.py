@@ -42,6 +42,11 @@ def session_bytes(disk_bytes: int) -> int:
     return min(MOST_BYTES, disk_bytes // SHARE)
 
 
+def block_bytes(disk_bytes: int) -> int:
+    """What blocks may take of it."""
+    return disk_bytes - session_bytes(disk_bytes)
+
+
 def open_sessions(config: StoreConfig, blocks_bytes: int | None = None) -> "Sessions | None":
     """Sessions of the store's folder; None if it has none, since what is remote only is not kept by us.
 

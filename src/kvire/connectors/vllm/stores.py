@@ -21,7 +21,7 @@ class SharedStore:
     """
 
     def __init__(self, config: StoreConfig, *, kv_dtype: str, buffer_bytes: int, moves_kv: bool) -> None:
-        self._key = replace(config, disk_bytes=None)  # the default depends on whether the folder is there already
+        self._key = replace(config, disk_bytes=None)  # it is the folder's: the last one that gives it sets it for all
         with _lock:
             if not moves_kv and self._key not in _open:
                 config, self._key = replace(config, ram_bytes=0), replace(self._key, ram_bytes=0)
