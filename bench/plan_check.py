@@ -16,9 +16,8 @@ import reporting
 from reporting import Bar, figure
 
 from kvire.bench.figures import number
-from kvire.cli.plan_calibrate import LENGTHS, REPEATS, Asked, collect, measure
-from kvire.cli.plan_machine import measured_tiers
-from kvire.plan.calibration import measured_machine
+from kvire.cli.plan_calibrate import LENGTHS, REPEATS, collect, measure
+from kvire.plan.calibration import Asked, measured_machine, measured_tiers
 from kvire.plan.cards import card
 from kvire.plan.check import WITHIN
 from kvire.plan.hardware import break_even_bytes_per_s

@@ -11,10 +11,17 @@ import pytest
 from harness.commands import command
 from models.tiny import make_tiny
 
-from kvire.cli.plan_calibrate import Asked, Samples, measure, record
-from kvire.cli.plan_machine import calibration_file, measured_tiers
+from kvire.cli.plan_calibrate import measure
 from kvire.core.cache_folder import write_json
-from kvire.plan.calibration import measured_machine
+from kvire.plan.calibration import (
+    Asked,
+    Measured,
+    Samples,
+    calibration_file,
+    measured_machine,
+    measured_tiers,
+    record,
+)
 from kvire.plan.cards import card
 from kvire.plan.hardware import Machine
 from kvire.plan.read_shape import read_shape
@@ -62,6 +69,27 @@ def test_json_for_programs(plan: Run) -> None:
     assert found["verdict"]["sentence"].startswith("Buy ")
     assert found["money"]["disk_wear"]["bytes_per_day"] > 0
     assert any("estimates" in note for note in found["notes"]) and any("num_nextn" in note for note in found["notes"])
+
+
+def test_whose_allocation_it_is(plan: Run) -> None:
+    options = ("--context", 8192, "--users", 32, "--kv-dtype", "bfloat16", "--block-size", 1)
+    out = plan("gpt-oss-20b", *options)[1]
+    assert "6.09 GiB for all users; an engine without groups for windows reserves 12 GiB" in out
+    assert json.loads(plan("gpt-oss-20b", *options, "--json")[1])["kv"]["without_window_groups"] == {
+        "sequence_bytes": 384 << 20, "all_users_bytes": 12 << 30,
+    }  # fmt: skip
+    assert "reserves" not in plan("llama-3.1-8b", *options)[1]
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "bitsandbytes"])
+def test_kv_of_quantised_checkpoints(plan: Run, tmp_path: Path, method: str) -> None:
+    """No weights are needed for KV, and --weights-dtype is enough for the rest."""
+    config = dict(card("llama-3.1-8b").config) | {"quantization_config": {"quant_method": method}}
+    path = saved(tmp_path / "config.json", config)
+    assert "131,072 bytes per token" in plan(path)[1]
+    found = json.loads(plan(path, "--json", "--weights-dtype", "int4", "--memory", "24GB")[1])
+    assert found["model"]["weights_bytes"] == round(8_030_261_248 * 0.5625)
+    assert found["capacity"]["users"][0]["users"] > 0
 
 
 def test_all_cards_are_listed(plan: Run) -> None:
@@ -194,7 +222,7 @@ def made_record() -> dict[str, Any]:
         for asked, seconds in times.items():
             samples.ttft_s[asked] += [seconds, 9 * seconds, seconds]  # one outlier
     samples.decode_s.append(0.05)
-    return record("smollm2", "float16", SMOLLM2, 8 << 30, samples)
+    return record(Measured("smollm2", "float16", "a processor", 2, 8 << 30), SMOLLM2, samples)
 
 
 def test_a_record_gives_back_the_machine_that_made_it() -> None:
@@ -214,7 +242,7 @@ def test_a_tier_that_noise_hides_gets_a_rate_that_can_be() -> None:
         for state, seconds in (("E", tokens * 1e-3), ("G", 0.05), ("R", 0.01), ("D", 0.01)):
             samples.ttft_s[Asked(state, tokens, tokens if state == "E" else 1)].append(seconds)
     samples.decode_s.append(0.05)
-    found = record("smollm2", "float16", SMOLLM2, 8 << 30, samples)
+    found = record(Measured("smollm2", "float16", "a processor", 2, 8 << 30), SMOLLM2, samples)
     assert all(0 <= tier.latency_s < 1e-3 and tier.bytes_per_s <= 1.01e11 for tier in measured_tiers(found))
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvire.core.errors import ConfigError
 from kvire.plan.calibration import SCHEMA, Prefill, fit, measured_machine
-from kvire.plan.hardware import Machine, break_even_bytes_per_s, hardware_table, machine, mooncake_break_even_ratio
+from kvire.plan.hardware import Machine, break_even_bytes_per_s, hardware_table, machine
 from kvire.plan.shape import Storage
 
 from .shapes import shape
@@ -39,9 +39,14 @@ def test_prefill_and_break_even_of_short_prompts(name: str, tokens_per_s: float,
 
 @pytest.mark.parametrize(("device", "gb_s"), [("a800", 5.86), ("h800", 18.57)])
 def test_mooncakes_equation_two(device: str, gb_s: float) -> None:
-    """Llama-3-70B, 8,192 tokens of prefix, eight devices at their peak: 6 and 19 GB/s in the paper."""
+    """Llama-3-70B, 8,192 tokens of prefix, eight devices at their peak: 6 and 19 GB/s in the paper (FAST '25).
+
+    B/G > 2ds / (gqa (apd + bd^2)): bandwidth over FLOP/s from which reuse pays; d the model's width, s bytes a number,
+    gqa queries per KV head, p the prefix, a and b the paper's constants for attention and for everything else.
+    """
     peak = 8 * next(row["peak_flops"] for row in hardware_table()["devices"] if row["name"] == device)
-    ratio = mooncake_break_even_ratio(hidden=8192, queries_per_kv_head=8, prefix_tokens=8192)
+    width, prefix, queries_per_kv_head, a, b = 8192, 8192, 8, 4, 22
+    ratio = 2 * width * 2 / (queries_per_kv_head * (a * prefix * width + b * width**2))
     assert ratio * peak / 1e9 == pytest.approx(gb_s, abs=0.005)
 
 

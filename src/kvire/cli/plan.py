@@ -1,9 +1,10 @@
 """`kvire plan`: what a model's KV takes, what keeping it is worth, and what to buy, before anything is bought."""
 
 import json
-from dataclasses import asdict, replace
+import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,7 +13,9 @@ from rich.table import Table
 from kvire.cli import options as opt
 from kvire.cli import plan_options as groups
 from kvire.core.errors import ConfigError
-from kvire.core.memory import parse_size
+
+if TYPE_CHECKING:
+    from kvire.plan.plan import Plan, PlannedModel
 
 EPILOG = (
     "Example: kvire plan llama-3.1-8b --hardware h100 --context 32768 --users 20 --reuse 0.6 --sessions 500 "
@@ -57,7 +60,9 @@ def plan(
     Bytes are exact, by the model's config; times are estimates unless this machine was measured (--calibrate).
     """
     from kvire.cli import plan_show  # noqa: PLC0415  (--help must not wait for it)
-    from kvire.plan.report import build  # noqa: PLC0415
+    from kvire.plan import make  # noqa: PLC0415
+    from kvire.plan.report import as_text, build  # noqa: PLC0415
+    from kvire.plan.sizing import Usage  # noqa: PLC0415
 
     out = Console(highlight=False)
     if cards:
@@ -68,103 +73,48 @@ def plan(
     if check is not None and picture is not None:
         raise ConfigError("--check draws no picture: leave out one of the two options")
     if picture is not None:
-        from kvire.report.charts import picture_kind  # noqa: PLC0415  (--help must not wait for it)
+        from kvire.report.charts import picture_kind  # noqa: PLC0415
 
         picture_kind(picture)
-    planned = _plan(name, model, machine, reuse, use, money, calibrate=calibrate)
+    found, kept = _find(name), make.Kept(**model)
+    if calibrate:
+        machine = _calibrate(name, machine, kept.kv_dtype)
+    planned = make.make(found, kept, make.Hardware(**machine), make.Reused(**reuse), Usage(**use), make.Spent(**money))
     if check is not None:
         _check(planned, check, out, as_json=as_json)
         return
-    record = build(planned)
     if picture is not None:
         from kvire.cli.plan_picture import draw  # noqa: PLC0415
 
         draw(planned, picture)
     if as_json:
-        print(json.dumps(_finite(record), ensure_ascii=False, indent=1))
+        print(as_text(build(planned)))
     else:
-        plan_show.show(record, out)
+        plan_show.show(build(planned), out)
 
 
-def _plan(
-    name: str,
-    model: dict[str, Any],
-    machine: dict[str, Any],
-    reuse: dict[str, Any],
-    use: dict[str, Any],
-    money: dict[str, Any],
-    *,
-    calibrate: bool,
-) -> Any:
-    """The options as a Plan."""
-    from kvire.cli.plan_machine import choose_machine  # noqa: PLC0415
-    from kvire.cli.plan_model import find_model  # noqa: PLC0415
-    from kvire.plan.hardware import ASSUMED_RANGE  # noqa: PLC0415
-    from kvire.plan.plan import Money, Plan  # noqa: PLC0415
-    from kvire.plan.prices import hosted_prices  # noqa: PLC0415
-    from kvire.plan.serve import Prompt  # noqa: PLC0415
-    from kvire.plan.shape import WEIGHT_BYTES, Storage  # noqa: PLC0415
-    from kvire.plan.sizing import Usage  # noqa: PLC0415
+def _find(name: str) -> "PlannedModel":
+    from kvire.models.planned import find_model  # noqa: PLC0415
 
-    found = find_model(name)
-    if model["weights_dtype"] not in (None, *WEIGHT_BYTES):
-        raise ConfigError(f"--weights-dtype is one of {', '.join(WEIGHT_BYTES)}, not {model['weights_dtype']!r}")
-    if use["context"] < reuse["new_tokens"]:
-        raise ConfigError(f"--new-tokens {reuse['new_tokens']} is more than the whole --context {use['context']}")
-    storage = Storage(model["kv_dtype"], model["block_size"], model["tp"] or machine["devices"], model["index_dtype"])
-    usage = Usage(**use)
-    who, measured_tiers = choose_machine(name, machine, model["kv_dtype"], calibrate=calibrate)
-    on_this = who is not None and bool(who.measured_on)
-    if who is not None and on_this and who.measured_on not in (name, found.name):
-        source = f"{who.source}, and scaled to this model by its FLOPs"
-        who = replace(who, span=ASSUMED_RANGE, source=source)
-    return Plan(
-        title=found.title,
-        source=found.source,
-        verified=found.verified,
-        shape=found.shape,
-        storage=storage,
-        use=usage,
-        prompt=Prompt(usage.context, reuse["new_tokens"]),
-        tiers=_tiers(reuse["tier"], measured_tiers),
-        money=Money(
-            usd_per_hour=money["usd_per_hour"],
-            requests_per_hour=money["requests_per_hour"],
-            output_tokens=money["output_tokens"],
-            endurance_bytes=None if money["tbw"] is None else parse_size(money["tbw"], "--tbw"),
-            prices=hosted_prices(money["price"] or ()),
-        ),
-        who=who,
-        memory_bytes=None if machine["memory"] is None else parse_size(machine["memory"], "--memory"),
-        reserve=machine["reserve"],
-        weights_dtype=model["weights_dtype"] or ("float32" if on_this else None),  # the engine computes in float32
-        curve=_curve(reuse, usage),
-    )
+    return find_model(name, lambda text: print(text, file=sys.stderr, flush=True))
 
 
-def _tiers(given: list[str] | None, measured: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What the user named, with measured speeds where a name is a measured one; else those measured, else the usual."""
-    from kvire.plan.tiers import default_tiers, parse_tier  # noqa: PLC0415
+def _calibrate(name: str, machine: dict[str, Any], kv_dtype: str) -> dict[str, Any]:
+    """Measure this machine and remember it; the options with it."""
+    from kvire.cli.plan_calibrate import measure  # noqa: PLC0415  (it loads torch)
+    from kvire.core.cache_folder import write_json  # noqa: PLC0415
+    from kvire.plan.calibration import calibration_file  # noqa: PLC0415
+    from kvire.plan.make import MEASURED, Hardware  # noqa: PLC0415
 
-    if not given:
-        return measured or tuple(default_tiers())
-    known = {tier.name: tier for tier in measured}
-    return tuple(parse_tier(text, known) for text in given)
-
-
-def _curve(reuse: dict[str, Any], usage: Any) -> Any:
-    from kvire.plan.hits import assumed_reuse, read_curve  # noqa: PLC0415
-
-    if reuse["hit_curve"] is not None and reuse["reuse"] is not None:
-        raise ConfigError("give either --hit-curve or --reuse: one is measured, the other assumed")
-    if reuse["hit_curve"] is None and reuse["policy"] is not None:
-        raise ConfigError("--policy chooses a curve of --hit-curve FILE: say which file")
-    if reuse["hit_curve"] is not None:
-        return read_curve(_read(reuse["hit_curve"]), reuse["policy"])
-    return None if reuse["reuse"] is None else assumed_reuse(reuse["reuse"], usage.sessions * usage.context)
+    if machine["hardware"] not in (None, MEASURED):
+        raise ConfigError("--calibrate measures this machine: leave --hardware out, or say measured")
+    measured = {**machine, "hardware": MEASURED}
+    Hardware(**measured)  # refuses before anything is measured
+    write_json(calibration_file(), measure(name, kv_dtype))
+    return measured
 
 
-def _check(planned: Any, path: Path, out: Console, *, as_json: bool) -> None:
+def _check(planned: "Plan", path: Path, out: Console, *, as_json: bool) -> None:
     """Rows of a bench report beside what this plan predicts for them."""
     from kvire.bench.results import read  # noqa: PLC0415
     from kvire.cli.plan_show import show_check  # noqa: PLC0415
@@ -183,16 +133,6 @@ def _check(planned: Any, path: Path, out: Console, *, as_json: bool) -> None:
         show_check(rows, out)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} is no report: it holds no JSON object")
-    return value
-
-
 def _list_cards(out: Console, *, as_json: bool) -> None:
     from kvire.plan.cards import cards as all_cards  # noqa: PLC0415
     from kvire.plan.read_shape import read_shape  # noqa: PLC0415
@@ -208,12 +148,3 @@ def _list_cards(out: Console, *, as_json: bool) -> None:
         size, each = f"{shape.weights.total / 1e9:.3g} B", f"{shape.growing_bytes(Storage()):,}"
         table.add_row(card.name, card.title, size, each, "yes" if card.verified else "no")
     out.print(table)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: null stands for what has no limit."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and value in (float("inf"), float("-inf")) else value

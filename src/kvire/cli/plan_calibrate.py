@@ -1,30 +1,25 @@
 """Measuring this machine for the planner: prefill at several lengths, decode, and the store's local tiers."""
 
 import random
-import statistics
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from rich.progress import BarColumn, Progress, TextColumn
 
 from kvire.bench.machine import cpu_name
 from kvire.bench.page_cache import drop
 from kvire.cli.display import console
-from kvire.cli.plan_model import find_model
 from kvire.core.config import StoreConfig
 from kvire.core.errors import ConfigError, KvireError
 from kvire.core.memory import available_bytes
 from kvire.llm import LLM
-from kvire.plan.calibration import SCHEMA, Prefill, fit
-from kvire.plan.hardware import Machine
-from kvire.plan.serve import Prompt
-from kvire.plan.shape import Shape, Storage
+from kvire.models.planned import find_model
+from kvire.plan.calibration import TIERS, Asked, Measured, Samples, record
 
 LENGTHS = (256, 1024, 3072)  # of prompts; a plan between and a little beyond them is measured, the rest is scaled
 REPEATS = 3
@@ -34,25 +29,6 @@ DECODE_TOKENS = 24
 FLUSH_S = 60.0
 STORE_BYTES = 2 << 30
 POOL_BYTES = 1 << 30
-MOST_BYTES_PER_S = 100e9  # where noise hides what a tier takes: no memory of one socket is copied faster
-
-TIERS = {"R": "memory", "D": "disk"}  # by tier state: the store's names
-
-
-class Asked(NamedTuple):
-    """A kind of request. state: of the tier that the prompt's beginning lies in. new_tokens: at its end."""
-
-    state: str
-    tokens: int
-    new_tokens: int
-
-
-@dataclass(slots=True)
-class Samples:
-    """ttft_s: seconds to the first token, by what was asked. decode_s: per token after it, at the shortest length."""
-
-    ttft_s: dict[Asked, list[float]] = field(default_factory=lambda: defaultdict(list))
-    decode_s: list[float] = field(default_factory=list)
 
 
 def measure(model: str, kv_dtype: str, lengths: Sequence[int] = LENGTHS, repeats: int = REPEATS) -> dict[str, Any]:
@@ -61,7 +37,8 @@ def measure(model: str, kv_dtype: str, lengths: Sequence[int] = LENGTHS, repeats
     Raises ConfigError for a model that cannot be measured here, such as a card of a model that is not installed.
     """
     shape, free = find_model(model).shape, available_bytes()
-    return record(model, kv_dtype, shape, free, collect(model, kv_dtype, lengths, repeats))
+    samples = collect(model, kv_dtype, lengths, repeats)
+    return record(Measured(model, kv_dtype, cpu_name(), torch.get_num_threads(), free), shape, samples)
 
 
 def collect(model: str, kv_dtype: str, lengths: Sequence[int], repeats: int) -> Samples:
@@ -74,38 +51,6 @@ def collect(model: str, kv_dtype: str, lengths: Sequence[int], repeats: int) -> 
                 place, advance = _Place(state, Path(folder)), partial(bars.advance, task)
                 _one_tier(place, model, kv_dtype, list(lengths) * repeats, samples, advance)
     return samples
-
-
-def record(model: str, kv_dtype: str, shape: Shape, free_bytes: int, samples: Samples) -> dict[str, Any]:
-    """What was measured, and the constants that fit it."""
-    import torch  # noqa: PLC0415  (the engine has loaded it)
-
-    medians = {key: statistics.median(times) for key, times in samples.ttft_s.items()}
-    storage = Storage(kv_dtype, 16)
-    prefills = [
-        Prefill(asked.tokens - asked.new_tokens, asked.tokens, seconds)
-        for asked, seconds in medians.items()
-        if asked.state in ("E", "G")
-    ]
-    overhead_s, linear, attention = fit(shape, prefills)
-    fitted = Machine("fitted", "fitted", linear, attention, overhead_s)
-    shortest = min(asked.tokens for asked in medians)
-    read_bytes = shape.weights.read_bytes(1, "float32") + shape.sequence_bytes(shortest, storage)
-    return {
-        "schema": SCHEMA,
-        "date": datetime.now(UTC).date().isoformat(),
-        "model": model,
-        "kv_dtype": kv_dtype,
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "memory_bytes": free_bytes,
-        "overhead_s": overhead_s,
-        "linear_flops_per_s": linear,
-        "attention_flops_per_s": None if attention == float("inf") else attention,
-        "decode_bytes_per_s": read_bytes / statistics.median(samples.decode_s),
-        "tiers": {name: _tier_speed(shape, storage, fitted, medians, state) for state, name in TIERS.items()},
-        "samples": [asked._asdict() | {"ttft_s": times} for asked, times in samples.ttft_s.items()],
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,26 +119,3 @@ def _tokens(llm: LLM, count: int) -> list[int]:
     """A prompt that nobody has asked before."""
     vocabulary = len(llm.tokenizer)
     return [random.randrange(vocabulary // 50, vocabulary * 4 // 5) for _ in range(count)]  # noqa: S311 - no secret
-
-
-def _tier_speed(
-    shape: Shape, storage: Storage, who: Machine, medians: Mapping[Asked, float], state: str
-) -> dict[str, float]:
-    """Latency and rate that explain what a tier adds to computing what it cannot give, by least squares over lengths.
-
-    The plan adds the same computing again, so that what the fitted machine gets wrong there cancels.
-    """
-    import numpy as np  # noqa: PLC0415
-
-    sizes, added = [], []
-    for asked, seconds in medians.items():
-        if asked.state == state:
-            reused = Prompt(asked.tokens).reused(storage.block_tokens)
-            size = shape.sequence_bytes(reused, storage)
-            sizes.append(size)
-            added.append(max(size / MOST_BYTES_PER_S, seconds - who.prefill_s(shape, reused, asked.tokens)))
-    weighted = np.stack([1 / np.array(added), np.array(sizes) / np.array(added)], axis=1)
-    (latency_s, per_byte), *_ = np.linalg.lstsq(weighted, np.ones(len(sizes)), rcond=None)
-    if latency_s < 0 or per_byte <= 0:
-        latency_s, per_byte = 0.0, sum(added) / sum(sizes)
-    return {"latency_s": float(latency_s), "bytes_per_s": float(1 / per_byte)}

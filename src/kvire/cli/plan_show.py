@@ -46,10 +46,22 @@ def _model(plan: dict[str, Any], out: Console) -> None:
     growing, whole = f"{kv['growing_bytes_per_token']:,} bytes per token", format_size(kv["sequence_bytes"])
     at = f"{whole} at {kv['context_tokens']:,} tokens"
     out.print(f"KV in {kv['dtype']}: [bold]{growing}[/]{more}; {at}", soft_wrap=True)
+    _allocation(kv, out)
     if kv["window_bytes_per_sequence"]:
         stored = f"{kv['stored_bytes_per_token']:,} bytes per token"
         out.print(f"In a store: {stored}, since it keeps what has left the windows, too", soft_wrap=True)
     _parity(plan, out)
+
+
+def _allocation(kv: dict[str, Any], out: Console) -> None:
+    """Whose bytes these are: engines that know no windows reserve more."""
+    exact, whole = kv["all_users_bytes"], kv["without_window_groups"]["all_users_bytes"]
+    if whole > exact:
+        out.print(
+            f"That is what attention still reads, {format_size(exact)} for all users; an engine without groups for "
+            f"windows reserves {format_size(whole)}",
+            soft_wrap=True,
+        )
 
 
 def _parity(plan: dict[str, Any], out: Console) -> None:

@@ -126,7 +126,7 @@ def replay(
 
 def _token_kv(model: str | None, kv_dtype: str | None, bytes_per_token: int | None) -> "TokenKV | None":
     """What a store keeps of a token; None if nobody said. Raises ConfigError if it was said twice, or in part."""
-    from kvire.cli.plan_model import find_model  # noqa: PLC0415
+    from kvire.models.planned import find_model  # noqa: PLC0415
     from kvire.plan.shape import Storage  # noqa: PLC0415
     from kvire.replay.report import TokenKV  # noqa: PLC0415
 

@@ -107,14 +107,3 @@ def break_even_bytes_per_s(shape: Shape, storage: Storage, who: Machine, tokens:
     KV bytes per token times prefill tokens per second, with what windows and states make of the first.
     """
     return shape.sequence_bytes(tokens, storage) / who.prefill_s(shape, 0, tokens)
-
-
-def mooncake_break_even_ratio(
-    hidden: int, queries_per_kv_head: int, prefix_tokens: int, element_bytes: int = 2, a: int = 4, b: int = 22
-) -> float:
-    """Least bandwidth over FLOP/s at which reuse pays: Mooncake (FAST '25), equation 2, B/G > 2ds / (gqa(apd + bd^2)).
-
-    hidden: d, the model's width. a, b: the paper's constants for attention and for everything else.
-    """
-    compute = a * prefix_tokens * hidden + b * hidden**2
-    return 2 * hidden * element_bytes / (queries_per_kv_head * compute)

@@ -15,9 +15,30 @@ from kvire.plan.verdict import kept_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """The model that is planned for.
+
+    name: as it was given.
+    title, source: for people.
+    verified: the config is known to be the model's.
+    """
+
+    name: str
+    title: str
+    source: str
+    verified: bool
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
 class Money:
-    """usd_per_hour: of the machine. requests_per_hour: that it answers. output_tokens: per answer. endurance_bytes:
-    what the disk may be written in its life (TBW). prices: of hosted models to set beside. None: not known.
+    """What things cost; None where it is not known.
+
+    usd_per_hour: of the machine.
+    requests_per_hour: that it answers.
+    output_tokens: per answer.
+    endurance_bytes: that the disk may be written in its life (TBW).
+    prices: of hosted models to set beside.
     """
 
     usd_per_hour: float | None = None
@@ -35,8 +56,13 @@ class Money:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that a plan is made from. title, source, verified: of the model. who: None where no machine was named.
-    memory_bytes: None for the machine's. weights_dtype: None for the checkpoint's. curve: None if reuse is not known.
+    """Everything that a plan is made from; plan/make.py makes it from what users say.
+
+    title, source, verified: of the model.
+    who: None where no machine was named.
+    memory_bytes: None for the machine's.
+    weights_dtype: None for the checkpoint's.
+    curve: None if reuse is not known.
     """
 
     title: str

@@ -1,6 +1,8 @@
 """The whole plan as one record: what `kvire plan --json` prints, and what its tables show."""
 
+import json
 from dataclasses import asdict
+from math import isinf
 from typing import Any
 
 from kvire.core.memory import format_size
@@ -31,6 +33,19 @@ def build(plan: Plan) -> dict[str, Any]:
         "money": _money(plan),
         "notes": notes(plan),
     }
+
+
+def as_text(record: dict[str, Any]) -> str:
+    """The record as JSON, which has no infinity: null stands for what has no limit."""
+    return json.dumps(_finite(record), ensure_ascii=False, indent=1)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and isinf(value) else value
 
 
 def notes(plan: Plan) -> list[str]:
@@ -107,6 +122,10 @@ def _kv(plan: Plan) -> dict[str, Any]:
         "context_tokens": context,
         "sequence_bytes": shape.sequence_bytes(context, storage),
         "all_users_bytes": plan.use.users * shape.sequence_bytes(context, storage),
+        "without_window_groups": {
+            "sequence_bytes": shape.whole_bytes(context, storage),
+            "all_users_bytes": plan.use.users * shape.whole_bytes(context, storage),
+        },
     }
 
 

@@ -1,32 +1,25 @@
-"""Which model is planned for: a card, or any place that holds a config. Loads no weights."""
+"""Which model is planned for: a card, or any place that holds a config. Loads no weights, imports no torch."""
 
 import json
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvire.core.errors import ConfigError, KvireError, ModelNotFoundError
+from kvire.models.checkpoint import open_checkpoint, read_config
+from kvire.models.gguf_config import config_from_gguf
+from kvire.models.gguf_header import GgufHeader
+from kvire.models.hub import find_config_in_hub, is_hub_id
 from kvire.plan.cards import card, find_card
 from kvire.plan.families.wrappers import INNER
+from kvire.plan.plan import PlannedModel
 from kvire.plan.read_shape import read_shape
 from kvire.plan.shape import Shape
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedModel:
-    """title, source: for people. verified: whether the config is known to be the model's. name: as it was given."""
-
-    name: str
-    title: str
-    source: str
-    verified: bool
-    shape: Shape
-
-
-def find_model(name: str) -> PlannedModel:
-    """A directory, a config.json, a .gguf file, a card, or a hub id, in that order.
+def find_model(name: str, say: Callable[[str], None] = lambda _: None) -> PlannedModel:
+    """A directory, a config.json, a .gguf file, a card, or a hub id, in that order. say: hears that the hub is asked.
 
     Raises ModelNotFoundError, or ConfigError naming what of the config is not known.
     """
@@ -39,24 +32,19 @@ def find_model(name: str) -> PlannedModel:
         source = f"{found.source}; {found.note}" if found.note else found.source
         return PlannedModel(found.name, found.title, source, found.verified, read_shape(found.config))
     if "/" in name:
-        return _of_hub(name)
+        return _of_hub(name, say)
     return PlannedModel(
         name, name, "", verified=False, shape=read_shape(card(name).config)
     )  # raises, naming the nearest
 
 
 def _of_directory(name: str, path: Path) -> PlannedModel:
-    from kvire.models.checkpoint import read_config  # noqa: PLC0415  (--help must not wait for it)
-
     config = read_config(path)
     return PlannedModel(name, path.resolve().name, str(path / "config.json"), verified=True, shape=_shape(config, path))
 
 
 def _of_file(name: str, path: Path) -> PlannedModel:
     if path.suffix == ".gguf":
-        from kvire.models.gguf_config import config_from_gguf  # noqa: PLC0415
-        from kvire.models.gguf_header import GgufHeader  # noqa: PLC0415
-
         header = GgufHeader(path)
         shape = _counted(_shape(config_from_gguf(header)), sum(int(t.n_elements) for t in header.tensors.values()))
         shape = replace(shape, notes=(*shape.notes, "weights are counted as if unquantised, as the engine keeps them"))
@@ -70,13 +58,11 @@ def _of_file(name: str, path: Path) -> PlannedModel:
     return PlannedModel(name, path.resolve().parent.name, str(path), verified=True, shape=_shape(config))
 
 
-def _of_hub(name: str) -> PlannedModel:
-    from kvire.models.hub import find_config_in_hub, is_hub_id  # noqa: PLC0415
-
+def _of_hub(name: str, say: Callable[[str], None]) -> PlannedModel:
     if not is_hub_id(name):
         raise ModelNotFoundError(f"there is no file or directory {name}")
     try:
-        path = find_config_in_hub(name, lambda text: print(text, file=sys.stderr, flush=True))
+        path = find_config_in_hub(name, say)
     except ModelNotFoundError as error:
         raise ModelNotFoundError(f"{error} Any config.json will do, and so will a card: kvire plan --cards") from error
     return replace(_of_file(name, path), title=name, source=f"config.json of {name} on the hub")
@@ -94,8 +80,6 @@ def _shape(config: Mapping[str, Any], folder: Path | None = None) -> Shape:
 
 def _parameters(folder: Path) -> int | None:
     """Numbers in the weight files; None where there are none, or none that can be read."""
-    from kvire.models.checkpoint import open_checkpoint  # noqa: PLC0415
-
     try:
         return open_checkpoint(folder).parameters()
     except KvireError:
