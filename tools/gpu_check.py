@@ -40,8 +40,9 @@ from transformers.utils import logging as transformers_logging
 
 from kvire import LLM
 from kvire.core.config import EngineConfig
+from kvire.core.dtypes import KV_DTYPES
 from kvire.core.errors import ConfigError, UnsupportedModelError
-from kvire.core.spec import KV_DTYPE_BYTES, KVSpec
+from kvire.core.spec import KVSpec
 from kvire.engine.build import build_engine
 from kvire.engine.device import choose_device, prepare
 from kvire.engine.engine import Engine
@@ -145,7 +146,7 @@ def run_part(check: Check, name: str, time_s: float, part: Callable[[Check], Any
 def right(check: Check) -> list[dict[str, Any]]:
     """Every family in float32 first, then with the other pools."""
     rows = []
-    dtypes = ("float32", *(dtype for dtype in KV_DTYPE_BYTES if dtype != "float32"))
+    dtypes = ("float32", *(dtype for dtype in KV_DTYPES if dtype != "float32"))
     for dtype in dtypes:
         for family in FAMILIES:
             if check.out_of_time(f"{family} with a {dtype} pool"):

@@ -23,8 +23,9 @@ from kvire.attention.reference import PortableAttention
 from kvire.cache.batch import Batch
 from kvire.cache.paged import PagedKV
 from kvire.cache.staging import BlockCopies
+from kvire.core.dtypes import KV_DTYPES
 from kvire.core.errors import ModelNotFoundError
-from kvire.core.spec import KV_DTYPE_BYTES, KVGroup, KVSpec, LayerKind
+from kvire.core.spec import KVGroup, KVSpec, LayerKind
 from kvire.models.resolve import resolve
 
 BLOCK_SIZE = 32
@@ -123,7 +124,7 @@ def engine(device: torch.device, model: str, hold: Hold) -> dict[str, Any]:
         f"decode_{crowd}_tok_s": crowd / statistics.median(together),
         "samples_s": {"ttft": ttft, "tpot": alone, f"tpot_{crowd}": together},
     }
-    per_token = {dtype: KVSpec(spec.groups, dtype, spec.block_size).bytes_per_token for dtype in KV_DTYPE_BYTES}
+    per_token = {dtype: KVSpec(spec.groups, dtype, spec.block_size).bytes_per_token for dtype in KV_DTYPES}
     found["break_even_gb_s"] = {dtype: size * found["prefill_tok_s"] / 1e9 for dtype, size in per_token.items()}
     for name in ("prefill_tok_s", "decode_tok_s", f"decode_{crowd}_tok_s", "cold_ttft_s", "warm_ttft_s"):
         print(f"  {name} {found[name]:.4g}", flush=True)

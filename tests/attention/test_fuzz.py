@@ -17,12 +17,12 @@ from harness.backends import INNER_RUN, must_pass_on_a_plain_cpu
 from harness.sanitizer import only_readable
 from torch import Tensor
 
-from kvire.attention import cpu
 from kvire.attention.cpu import NativeAttention, native_available
 from kvire.attention.params import AttentionParams
 from kvire.attention.reference import PortableAttention, StepPlan
 from kvire.cache.batch import Batch
-from kvire.cache.paged import DTYPES, PagedKV
+from kvire.cache.paged import PagedKV
+from kvire.core.dtypes import KV_DTYPES
 from kvire.core.native import native_module
 from kvire.core.spec import KVGroup, KVSpec, LayerKind
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not native_available(), reason="installed withou
 SEEDS = range(int(os.environ.get("KVIRE_FUZZ_EXAMPLES", "300")))
 LAYER = 3  # the second of two layers that share their blocks
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
-NATIVE_DTYPES = [name for name, dtype in DTYPES.items() if dtype in cpu._DTYPE_CODES]
+NATIVE_DTYPES = [name for name, dtype in KV_DTYPES.items() if dtype.kernel_code is not None]
 NO_BLOCKS = (-1, -(2**31), 2**31 - 1)
 
 

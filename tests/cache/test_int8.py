@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from kvire.cache.int8 import dequantise, quantise
 from kvire.cache.paged import PagedKV
+from kvire.cache.scaled import dequantise, quantise
 from kvire.core.spec import KVGroup, KVSpec, LayerKind
 
 

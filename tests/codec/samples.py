@@ -2,8 +2,8 @@
 
 import random
 
+from kvire.codec.codec import RAW, Codec
 from kvire.codec.frame import Frames
-from kvire.codec.planes import RAW, Codec
 from kvire.codec.seal import TenantKey
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord

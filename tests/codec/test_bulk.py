@@ -11,8 +11,8 @@ from codec.samples import OTHER_UNSEALED, SEALED, UNSEALED, block, encoded, fram
 
 from kvire.codec import bulk
 from kvire.codec.buffers import aligned_buffer
+from kvire.codec.codec import RAW, Codec
 from kvire.codec.frame import Frames, finish_all, prefix_bytes
-from kvire.codec.planes import Codec
 from kvire.core.errors import FrameDamaged, FrameForeign
 from kvire.core.native import native_module
 
@@ -121,7 +121,7 @@ def in_a_run(reader: Frames, samples) -> list[bytes | None]:
     return [bytes(out) if is_done else None for out, is_done in zip(outs, done, strict=True)]
 
 
-def variants(key, codec: Codec = Codec()):  # noqa: B008
+def variants(key, codec: Codec = RAW):
     """Blocks with frames: right ones between wrong ones of every kind."""
     samples, expected = [], []
     for seed in range(12):

@@ -11,14 +11,15 @@ from codec.samples import PROTECTIONS, SEALED, UNSEALED, block, encoded, frames,
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvire.codec.buffers import aligned_buffer
+from kvire.codec.codec import RAW
+from kvire.codec.codecs.planes import Planes
 from kvire.codec.frame import HEADER_BYTES, Header, prefix_bytes
-from kvire.codec.planes import RAW, Codec
 from kvire.codec.seal import cipher
 from kvire.core.errors import FrameDamaged, FrameForeign
 
 FORMAT = Path(__file__).parents[2] / "docs" / "format.md"
 TYPES = {"u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q"}
-CODECS = {"raw": RAW, "planes2": Codec(2), "planes4": Codec(4)}
+CODECS = {"raw": RAW, "planes2": Planes(2), "planes4": Planes(4)}
 SIZES = [1, 2, 3, 15, 16, 17, 4095, 65_537, 368_640]
 
 
@@ -96,8 +97,8 @@ def test_what_goes_in_comes_out(key, codec, kv_bytes):
 
 def test_planes_are_written_where_they_are_shorter_and_raw_elsewhere():
     record, noise = block(65_536)
-    assert Header.parse(encoded(frames(SEALED, Codec(2)), record, noise)).codec == 0
-    header = Header.parse(encoded(frames(SEALED, Codec(2)), record, smooth_kv(65_536, "float16")))
+    assert Header.parse(encoded(frames(SEALED, Planes(2)), record, noise)).codec == 0
+    header = Header.parse(encoded(frames(SEALED, Planes(2)), record, smooth_kv(65_536, "float16")))
     assert header.codec == 1
     assert header.stored_bytes < 0.95 * 65_536
 

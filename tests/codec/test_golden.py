@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from codec.samples import read
 
+from kvire.codec.codec import RAW
 from kvire.codec.frame import Frames, Header
-from kvire.codec.planes import Codec
 from kvire.codec.seal import SESSION, TenantKey
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
@@ -59,7 +59,7 @@ def test_published_frames_are_written(vector, monkeypatch):
     key, record, kv, frame = parts(vector)
     header = Header.parse(frame)
     monkeypatch.setattr(SESSION, "next", lambda: (header.session, header.counter))
-    frames = Frames(lambda _name: key, Codec())
+    frames = Frames(lambda _name: key, RAW)
     out = bytearray(frames.frame_bytes(record))
     assert out[: frames.encode(record, memoryview(kv), memoryview(out))] == frame
 

@@ -11,8 +11,9 @@ from codec.samples import UNSEALED, block, encoded, frames, read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvire.codec import planes
-from kvire.codec.planes import RAW, Codec, choose, compress, decompress
+from kvire.codec.codec import RAW, choose
+from kvire.codec.codecs import planes
+from kvire.codec.codecs.planes import Planes, compress, decompress
 from kvire.core.errors import FrameDamaged, FrameForeign
 
 
@@ -55,9 +56,9 @@ def test_every_kind_of_float_survives(dtype):
 
 
 def test_only_what_a_tier_gains_by_is_compressed():
-    assert choose("bfloat16", 100e6) == Codec(2)
-    assert choose("float16", 10e6) == Codec(2)
-    assert choose("float32", 10e6) == Codec(4)
+    assert choose("bfloat16", 100e6) == Planes(2)
+    assert choose("float16", 10e6) == Planes(2)
+    assert choose("float32", 10e6) == Planes(4)
     assert choose("int8", 10e6) == RAW  # no exponents
     for dtype in ("bfloat16", "float16", "float32"):
         assert choose(dtype, 1e9) == RAW
@@ -66,12 +67,12 @@ def test_only_what_a_tier_gains_by_is_compressed():
 def test_without_zstandard_frames_are_raw_and_compressed_ones_stay_unread(monkeypatch):
     record, _ = block(20_000)
     kv = normal("float16").tobytes()
-    compressed = encoded(frames(UNSEALED, Codec(2)), record, kv)
+    compressed = encoded(frames(UNSEALED, Planes(2)), record, kv)
     planes._zstandard.cache_clear()
     monkeypatch.setitem(sys.modules, "zstandard", None)
     try:
         assert choose("bfloat16", 1e6) == RAW
-        assert read(frames(UNSEALED), record, encoded(frames(UNSEALED, Codec(2)), record, kv)) == kv
+        assert read(frames(UNSEALED), record, encoded(frames(UNSEALED, Planes(2)), record, kv)) == kv
         with pytest.raises(FrameForeign, match="codec"):
             read(frames(UNSEALED), record, compressed)
     finally:

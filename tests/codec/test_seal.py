@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 from codec.samples import OTHER_SECRET, SEALED, SECRET, UNSEALED, block, encoded, frames, read
 
+from kvire.codec.codec import RAW
+from kvire.codec.codecs.planes import Planes
 from kvire.codec.frame import Header
-from kvire.codec.planes import Codec
 from kvire.codec.seal import SESSION, Session, TenantKey, cipher, forget_ciphers
 from kvire.core.errors import FrameDamaged
 
@@ -93,19 +94,19 @@ def test_the_same_block_never_looks_the_same_twice():
     assert encoded(frames(UNSEALED), record, kv) == encoded(frames(UNSEALED), record, kv)
 
 
-@pytest.mark.parametrize("codec", [Codec(1), Codec(2)], ids=["raw", "planes"])
+@pytest.mark.parametrize("codec", [RAW, Planes(2)], ids=["raw", "planes"])
 def test_sealed_frames_show_neither_tokens_nor_kv_and_unsealed_ones_show_both(codec):
     """1,000 blocks; what is looked for is found by the same scan where nothing hides it."""
     found = {True: 0, False: 0}
     for seed in range(1000):
         record, mantissas = block(256, seed=seed)
         kv = mantissas
-        if codec.element_bytes == 2:  # like exponents, so that planes are what is written
+        if codec != RAW:  # like exponents, so that planes are what is written
             kv = b"".join(bytes([low, 0x3C]) for low in mantissas)
             record = replace(record, kv_bytes=len(kv))
         for key in (SEALED, UNSEALED):
             frame = bytes(encoded(frames(key, codec), record, kv))
-            assert Header.parse(frame).codec == codec.element_bytes - 1
+            assert Header.parse(frame).codec == codec.id
             ids = b"".join(token.to_bytes(4, "little") for token in record.token_ids)
             # Any two neighbouring tokens, any eight bytes of KV: by chance about once in 10^13 scans.
             needles = [ids[i : i + 8] for i in range(0, 60, 4)] + [mantissas[i : i + 8] for i in range(0, 248, 8)]

@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from kvire.cache.batch import Batch
 from kvire.core.config import EngineConfig
-from kvire.core.spec import KV_DTYPE_BYTES
+from kvire.core.dtypes import KV_DTYPES
 from kvire.engine import build
 from kvire.engine.engine import Engine
 from kvire.engine.request import Request, SamplingParams
@@ -114,7 +114,7 @@ def main(folder: Path, families: list[str]) -> None:
     logging.disable_progress_bar()
     for family in families:
         path = make_tiny(family, folder / family)
-        for dtype in KV_DTYPE_BYTES if family == "llama" else ("float16",):
+        for dtype in KV_DTYPES if family == "llama" else ("float16",):
             started = perf_counter()
             try:
                 run(path, kv_dtype=dtype)

@@ -13,12 +13,11 @@ from kvire.attention.params import AttentionParams
 from kvire.attention.reference import Expand, PortableAttention, StepPlan
 from kvire.cache.batch import Batch
 from kvire.cache.paged import PagedKV
+from kvire.core.dtypes import KV_DTYPES
 from kvire.core.errors import ConfigError
 from kvire.core.native import native_module
 
 log = logging.getLogger(__name__)
-
-_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 
 
 def native_available() -> bool:
@@ -170,7 +169,7 @@ class NativeAttention(PortableAttention):
                 heads=k.shape[2],
                 key_width=k.shape[3],
                 value_width=v.shape[3],
-                dtype=_DTYPE_CODES[k.dtype],
+                dtype=KV_DTYPES[paged.spec.dtype].kernel_code,
                 k_scales=0 if k_scales is None else k_scales.data_ptr(),
                 v_scales=0 if v_scales is None else v_scales.data_ptr(),
                 k_scale_stride=0 if k_scales is None else k_scales.stride(0),
@@ -206,21 +205,26 @@ class DeterministicNativeAttention(NativeAttention):
         return self._blockwise.attend_latent(plan, layer, query, expand, params)
 
 
-def best_attention(kind: str = "auto", *, deterministic: bool = False) -> PortableAttention:
+def best_attention(kind: str = "auto", *, deterministic: bool = False, kv_dtype: str = "float32") -> PortableAttention:
     """The backend named `kind`: "native", "portable", or "auto", native where it can be had.
 
     deterministic: the one of that kind whose rows have the same bits in whatever step they are computed.
-    Raises ConfigError for another name, and for "native" where the kernels were not built.
+    Raises ConfigError for another name, and for "native" where the kernels were not built or do not know the dtype.
     """
+    knows_dtype = KV_DTYPES[kv_dtype].kernel_code is not None
     portable, native = (
         (BlockwiseAttention, DeterministicNativeAttention) if deterministic else (PortableAttention, NativeAttention)
     )
     if kind == "portable":
         return portable()
     if kind == "native":
+        if not knows_dtype:
+            raise ConfigError(f"the native kernels do not read KV in {kv_dtype}; choose attention auto or portable")
         return native()
     if kind != "auto":
         raise ConfigError(f"attention {kind!r} is not known; choose auto, native or portable")
+    if not knows_dtype:
+        return portable()
     if not native_available():
         _warn_portable()
         return portable()

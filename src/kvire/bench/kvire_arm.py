@@ -16,8 +16,9 @@ from kvire.bench.prompts import Prompt, TokenScale, Writer
 from kvire.bench.server import PROGRAM
 from kvire.bench.settings import Settings
 from kvire.bench.states import State
+from kvire.core.dtypes import KV_DTYPES
 from kvire.core.errors import ConfigError
-from kvire.core.spec import KV_DTYPE_BYTES, KVSpec
+from kvire.core.spec import KVSpec
 from kvire.models.catalog import ModelFacts, describe
 from kvire.store.remote import shown
 
@@ -163,7 +164,7 @@ def _check_model(facts: ModelFacts, settings: Settings) -> None:
 
 
 def _check_kv(dtype: str, block_tokens: str | None) -> None:
-    if dtype not in KV_DTYPE_BYTES:
-        raise ConfigError(f"--kv-dtype is one of {', '.join(KV_DTYPE_BYTES)}; got {dtype!r}")
+    if dtype not in KV_DTYPES:
+        raise ConfigError(f"--kv-dtype is one of {', '.join(KV_DTYPES)}; got {dtype!r}")
     if block_tokens is not None and not (block_tokens.isdecimal() and int(block_tokens) > 0):
         raise ConfigError(f"--block-size is a whole number above 0; got {block_tokens!r}")

@@ -1,8 +1,9 @@
 """Where the bytes of blocks lie: one slab per block and group, all its layers contiguous.
 
 A slab is [layer][K: token, head, key_width | V: token, head, value_width], so that moving a block
-anywhere is one copy. Attention reads one layer of many slabs through strided views. In an int8 pool K is
-followed by its scales, float32 [token, head] at a multiple of four bytes, and V by its own.
+anywhere is one copy. Attention reads one layer of many slabs through strided views. In a pool of a
+scaled dtype (int8) K is followed by its scales, float32 [token, head] at a multiple of four bytes,
+and V by its own.
 """
 
 import mmap
@@ -11,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvire.cache.int8 import dequantise, quantise
+from kvire.cache.scaled import dequantise, quantise
+from kvire.core.dtypes import KV_DTYPES
 from kvire.core.spec import KVSpec
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
 CPU = torch.device("cpu")
 
 
@@ -22,7 +23,7 @@ class PagedKV:
     """The K and V of `num_blocks` blocks in every group of `spec`, or of so many in each.
 
     k(layer): [num_blocks, block_size, kv_heads, key_width] and v(layer) alike with value_width: views
-    of the slabs, in the pool's dtype, on `device`. Where that is int8, k_scales(layer) and v_scales(layer) say
+    of the slabs, in the pool's dtype, on `device`. Where that is scaled, k_scales(layer) and v_scales(layer) say
     what one step of each row is worth. Blocks start out uninitialised.
     """
 
@@ -31,7 +32,8 @@ class PagedKV:
         self.device = device
         self.num_blocks = [num_blocks] * len(spec.groups) if isinstance(num_blocks, int) else list(num_blocks)
         assert len(self.num_blocks) == len(spec.groups) and min(self.num_blocks) > 0
-        self.dtype = DTYPES[spec.dtype]
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._is_scaled = KV_DTYPES[spec.dtype].is_scaled
         self.slabs: list[Tensor] = []  # per group: [num_blocks, elements of one slab]
         self.group_of: dict[int, int] = {}  # model layer -> group
         self._k: dict[int, Tensor] = {}
@@ -51,10 +53,11 @@ class PagedKV:
                     stop = start + spec.block_size * group.kv_heads * width
                     rows[layer] = _heads(slab[:, start:stop], spec.block_size, group.kv_heads)
                     start += spec.rows_bytes(group, width) // self.dtype.itemsize
-                    if scale_bytes := spec.scales_bytes(group):  # int8: an element is a byte
-                        part = slab[:, start : start + scale_bytes].view(torch.float32)
+                    if scale_bytes := spec.scales_bytes(group):
+                        stop = start + scale_bytes // self.dtype.itemsize
+                        part = slab[:, start:stop].view(torch.float32)
                         scales[layer] = part.view(-1, spec.block_size, group.kv_heads)
-                        start += scale_bytes
+                        start = stop
 
     def close(self) -> None:
         """Give the memory back now, not when the garbage collector finds the cycle of model and cache."""
@@ -82,17 +85,17 @@ class PagedKV:
         return self._v[layer]
 
     def k_scales(self, layer: int) -> Tensor | None:
-        """float32 [num_blocks, block_size, kv_heads], the scales of k(layer); None unless the pool is int8."""
+        """float32 [num_blocks, block_size, kv_heads], the scales of k(layer); None unless its dtype is scaled."""
         return self._k_scales.get(layer)
 
     def v_scales(self, layer: int) -> Tensor | None:
-        """float32 [num_blocks, block_size, kv_heads], the scales of v(layer); None unless the pool is int8."""
+        """float32 [num_blocks, block_size, kv_heads], the scales of v(layer); None unless its dtype is scaled."""
         return self._v_scales.get(layer)
 
     def rounded(self, x: Tensor) -> Tensor:
         """K or V [..., width] as the pool would hold it, in the dtype of x."""
-        if self.dtype == torch.int8:
-            return dequantise(*quantise(x)).to(x.dtype)
+        if self._is_scaled:
+            return dequantise(*quantise(x, self.dtype)).to(x.dtype)
         return x.to(self.dtype).to(x.dtype)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -107,7 +110,7 @@ class PagedKV:
     def gather(self, layer: int, block_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """First `length` tokens of the blocks: k [length, kv_heads, key_width], v alike.
 
-        In the pool's dtype; what int8 stands for in float32.
+        In the pool's dtype; what a scaled dtype stands for in float32.
         """
         k = _load(self._k[layer], self.k_scales(layer), block_ids, length)
         v = _load(self._v[layer], self.v_scales(layer), block_ids, length)
@@ -126,7 +129,7 @@ def _store(x: Tensor, rows: Tensor, scales: Tensor | None, at: tuple[Tensor, Ten
     if scales is None:
         rows[at] = x.to(rows.dtype)
     else:
-        rows[at], scales[at] = quantise(x)
+        rows[at], scales[at] = quantise(x, rows.dtype)
 
 
 def _load(rows: Tensor, scales: Tensor | None, block_ids: Tensor, length: int) -> Tensor:

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from kvire.cli import options as opt
 from kvire.cli.display import LoadProgress
+from kvire.core.dtypes import KV_DTYPES
 from kvire.core.memory import format_size
-from kvire.core.spec import DTYPE_BYTES
 from kvire.models.catalog import ListedModel, ModelFacts, describe, list_models
 
 models = typer.Typer(no_args_is_help=True, help="List, fetch and describe models.")
@@ -89,7 +89,8 @@ def _rows(facts: ModelFacts) -> list[tuple[str, str]]:
 
 def _expanded(facts: ModelFacts, elements: int) -> str:
     kept = sum(group.elements_per_token for group in facts.groups)
-    return f"{format_size(elements * DTYPE_BYTES['float16'])} a token in float16, {elements / kept:.0f} times as much"
+    expanded = elements * KV_DTYPES["float16"].element_bytes
+    return f"{format_size(expanded)} a token in float16, {elements / kept:.0f} times as much"
 
 
 def _print_json(value: Any) -> None:

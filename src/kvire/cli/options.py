@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from kvire.core import dtypes
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -26,9 +28,7 @@ def _option(kind: Any, help_text: str, panel: str, **more: Any) -> Any:
 # Fields of EngineConfig: name -> (type and help, default).
 ENGINE: dict[str, tuple[Any, Any]] = {
     "kv_dtype": (
-        _option(
-            str, "What the pool keeps: float32, float16 (half the bytes), bfloat16 or int8 (about a quarter).", _ENGINE
-        ),
+        _option(str, f"Dtype of the pool: {dtypes.names()}.", _ENGINE),
         "float32",
     ),
     "kv_memory": (_option(str, "Size of the KV pool, such as 2GiB; auto takes half of what is free.", _ENGINE), "auto"),

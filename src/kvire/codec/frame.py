@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from kvire.codec import planes
 from kvire.codec.buffers import ALIGNMENT_BYTES, BytesLike, aligned_buffer
 from kvire.codec.bulk import checksums, copied_checksums
-from kvire.codec.planes import RAW, Codec
+from kvire.codec.codec import RAW, Codec, codecs
 from kvire.codec.seal import (
     CHECKSUMMED,
     SEALED,
@@ -32,7 +31,6 @@ from kvire.core.record import BlockId, BlockRecord
 
 MAGIC = b"KVIRE\x01FR"
 VERSION = 1
-RAW_PAYLOAD, PLANES_PAYLOAD = 0, 1  # codec, as the header says it
 TOKEN_IDS, PAYLOAD = 1, 2  # sections
 MAX_TOKENS = 1 << 20
 MAX_KV_BYTES = 1 << 40
@@ -80,8 +78,8 @@ class Header:
         if version > VERSION:
             raise FrameForeign("version")
         header = cls(version, codec, seal, group, *rest)
-        if codec > PLANES_PAYLOAD or seal > SEALED:  # somebody newer may have added one
-            raise FrameForeign("codec" if codec > PLANES_PAYLOAD else "seal")
+        if codec not in codecs() or seal > SEALED:  # a newer version may have added one
+            raise FrameForeign("codec" if codec not in codecs() else "seal")
         if zero or not header._in_range():
             raise FrameDamaged("header")
         return header
@@ -92,7 +90,7 @@ class Header:
             self.version == VERSION
             and 0 < self.token_count <= MAX_TOKENS
             and 0 < self.kv_bytes <= MAX_KV_BYTES
-            and (shorter if self.codec == PLANES_PAYLOAD else self.stored_bytes == self.kv_bytes)
+            and (shorter if codecs()[self.codec].shortens else self.stored_bytes == self.kv_bytes)
             and (self.seal == SEALED or (self.counter == 0 and not any(self.session)))
         )
 
@@ -133,7 +131,7 @@ class Frames:
     """One tier's way of writing frames; any tier reads what any other wrote. Thread-safe.
 
     keys: a tenant's key by its name, asked anew for every frame or run of frames. codec: of what is written, where
-    it shortens it. Frames are sealed iff the tenant has a secret, and only sealed ones are then read: whoever can write
+    it pays. Frames are sealed iff the tenant has a secret, and only sealed ones are then read: whoever can write
     to the store must not get in by leaving the seal away.
     """
 
@@ -151,10 +149,9 @@ class Frames:
         assert len(kv) == record.kv_bytes and len(out) >= self.frame_bytes(record)
         assert 0 < len(record.token_ids) <= MAX_TOKENS and 0 < len(kv) <= MAX_KV_BYTES
         tenant = self._keys(record.tenant)
-        compressed = planes.compress(kv, self.codec.element_bytes) if self.codec != RAW else None
-        payload = kv if compressed is None else compressed
+        encoded = self.codec.encode(kv)
+        codec, payload = (RAW.id, kv) if encoded is None else (self.codec.id, encoded)
         session, counter = NO_SESSION if tenant.secret is None else SESSION.next()
-        codec = RAW_PAYLOAD if compressed is None else PLANES_PAYLOAD
         header = _header(record, tenant, codec, len(payload), session, counter)
         guard: Guard = _CHECKSUM if tenant.secret is None else Seal(cipher(tenant.secret, session), counter)
         start = prefix_bytes(len(record.token_ids))
@@ -282,7 +279,7 @@ class Reading:
         """
         if self._tenant.secret is not None or length != self._frames.frame_bytes(self._record):
             return None
-        header = _header(self._record, self._tenant, RAW_PAYLOAD, self._record.kv_bytes, *NO_SESSION)
+        header = _header(self._record, self._tenant, RAW.id, self._record.kv_bytes, *NO_SESSION)
         ids = _pack_ids(self._record.token_ids)
         if prefix.tobytes() != header + ids + _CHECKSUM.tag(header, TOKEN_IDS, ids):
             return None
@@ -296,17 +293,18 @@ class Reading:
             self._frames.verify(self._joined(length), self._record.tenant)
             raise FrameForeign("block")
         guard = _guard(header, self._tenant)
-        in_place = len(self.buffers) > 1 and header.codec == RAW_PAYLOAD
+        in_place = len(self.buffers) > 1 and header.codec == RAW.id
         frame = self.buffers[0] if in_place else self._joined(length)
         if _token_ids(header, frame, guard) != _pack_ids(self._record.token_ids):
             raise FrameForeign("block")
         raw_header = bytes(frame[:HEADER_BYTES])
         if in_place:
             _CHECKSUM.check(raw_header, PAYLOAD, self._kv_out, self.buffers[2])
-        elif header.codec == RAW_PAYLOAD:
+        elif header.codec == RAW.id:
             guard.plain(raw_header, PAYLOAD, frame[header.prefix_bytes :], self._kv_out)
         else:
-            planes.decompress(guard.plain(raw_header, PAYLOAD, frame[header.prefix_bytes :]), self._kv_out)
+            payload = guard.plain(raw_header, PAYLOAD, frame[header.prefix_bytes :])
+            codecs()[header.codec].decode(payload, self._kv_out)
 
     def _joined(self, length: int) -> memoryview:
         """The frame in one piece."""

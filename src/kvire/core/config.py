@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from kvire.core.dtypes import KV_DTYPES
 from kvire.core.errors import ConfigError
 from kvire.core.memory import parse_size
-from kvire.core.spec import KV_DTYPE_BYTES
 
 ATTENTION_KINDS = ("auto", "native", "portable")
 KV_CACHE_KINDS = ("paged", "contiguous", "off")
@@ -45,7 +45,7 @@ class EngineConfig:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        _one_of("kv_dtype", self.kv_dtype, tuple(KV_DTYPE_BYTES))
+        _one_of("kv_dtype", self.kv_dtype, tuple(KV_DTYPES))
         _one_of("attention", self.attention, ATTENTION_KINDS)
         _one_of("kv_cache", self.kv_cache, KV_CACHE_KINDS)
         _one_of("device", self.device, DEVICES)

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # what models compute in
-KV_DTYPE_BYTES = {**DTYPE_BYTES, "int8": 1}  # what a pool keeps
-SCALE_BYTES = 4  # int8 has a float32 per token, layer and KV head, for K and for V
+from kvire.core.dtypes import KV_DTYPES
 
 
 def first_needed(window: int | None, position: int, block_size: int) -> int:
@@ -53,7 +51,7 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """What one model keeps per token. dtype: a key of KV_DTYPE_BYTES; block_size in tokens."""
+    """What one model keeps per token. dtype: a key of KV_DTYPES; block_size in tokens."""
 
     groups: tuple[KVGroup, ...]
     dtype: str = "float32"
@@ -61,7 +59,7 @@ class KVSpec:
 
     def __post_init__(self) -> None:
         assert self.groups and self.block_size > 0
-        assert self.dtype in KV_DTYPE_BYTES, self.dtype
+        assert self.dtype in KV_DTYPES, self.dtype
 
     def block_bytes(self, group: int) -> int:
         """Bytes of one block of `group`: every layer of the group, K and V, `block_size` tokens."""
@@ -71,12 +69,11 @@ class KVSpec:
 
     def rows_bytes(self, group: KVGroup, width: int) -> int:
         """Bytes of one layer's K, or V, in a block, up to where its scales begin."""
-        size = self.block_size * group.kv_heads * width * KV_DTYPE_BYTES[self.dtype]
-        return -(-size // SCALE_BYTES) * SCALE_BYTES if self.dtype == "int8" else size
+        return KV_DTYPES[self.dtype].rows_bytes(self.block_size * group.kv_heads * width)
 
     def scales_bytes(self, group: KVGroup) -> int:
         """Bytes of the scales of one layer's K, or V, in a block; 0 for dtypes without."""
-        return self.block_size * group.kv_heads * SCALE_BYTES if self.dtype == "int8" else 0
+        return KV_DTYPES[self.dtype].scales_bytes(self.block_size * group.kv_heads)
 
     @property
     def bytes_per_token(self) -> int:

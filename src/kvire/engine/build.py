@@ -47,7 +47,7 @@ def build_engine(
     if config.deterministic:
         refuse_experts(loaded.model)
     attention = config.attention if device.type == "cpu" else "portable"
-    backend = best_attention(attention, deterministic=config.deterministic)
+    backend = best_attention(attention, deterministic=config.deterministic, kv_dtype=config.kv_dtype)
     if backend.name.startswith("native"):
         use_native_modules(loaded.model)
     paged = PagedKV(spec, plan.num_blocks, device)

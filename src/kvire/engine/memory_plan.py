@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from kvire.core.config import EngineConfig
+from kvire.core.dtypes import smaller_than
 from kvire.core.errors import ConfigError
 from kvire.core.memory import format_size, parse_size
 from kvire.core.spec import KVSpec
@@ -88,7 +89,7 @@ def _only_windows(config: EngineConfig, spec: KVSpec) -> bool:
 
 def _smaller_dtypes(config: EngineConfig) -> str:
     """Advice, where there is any."""
-    smaller = {"float32": "'float16' or 'int8'", "float16": "'int8'", "bfloat16": "'int8'"}.get(config.kv_dtype)
+    smaller = " or ".join(repr(name) for name in smaller_than(config.kv_dtype) if name != "bfloat16")
     return f", or kv_dtype={smaller}" if smaller and not config.deterministic else ""
 
 

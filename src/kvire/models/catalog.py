@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvire.core.dtypes import KV_DTYPES
 from kvire.core.errors import KvireError, ModelNotFoundError
-from kvire.core.spec import KV_DTYPE_BYTES, KVGroup, KVSpec
+from kvire.core.spec import KVGroup, KVSpec
 from kvire.models.checkpoint import open_checkpoint, read_config
 from kvire.models.embedded import EMBEDDED, EmbeddedModel, GgufSource, find_embedded
 from kvire.models.families import expanded_elements_per_token, hidden_layers, kv_groups, max_positions
@@ -156,7 +157,7 @@ def _facts(
         reason="",
         layers=hidden_layers(config),
         groups=groups,
-        kv_bytes_per_token={dtype: KVSpec(groups, dtype).bytes_per_token for dtype in KV_DTYPE_BYTES},
+        kv_bytes_per_token={dtype: KVSpec(groups, dtype).bytes_per_token for dtype in KV_DTYPES},
         context_tokens=max_positions(config),
         weights_bytes=weights,
         memory_bytes=memory,

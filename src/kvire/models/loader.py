@@ -19,9 +19,10 @@ from transformers import (
 from transformers import logging as transformers_logging
 
 from kvire.attention.paged_cache import attention_modules, kv_sources
+from kvire.core.dtypes import compute_dtypes
 from kvire.core.errors import ConfigError, UnsupportedModelError
 from kvire.core.memory import available_bytes, format_size
-from kvire.core.spec import DTYPE_BYTES, KVGroup
+from kvire.core.spec import KVGroup
 from kvire.models.checkpoint import Checkpoint, open_checkpoint
 from kvire.models.families import kv_groups, max_positions
 from kvire.models.fingerprint import config_digest, weights_digest
@@ -72,8 +73,8 @@ def load(
     Raises UnsupportedModelError (refused, or files that do not make up the model), ConfigError (dtype
     unknown, or not enough memory).
     """
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+    if dtype not in compute_dtypes():
+        raise ConfigError(f"dtype must be one of {', '.join(compute_dtypes())}, got {dtype!r}")
     report = LateProgress(progress) if progress is not None else silent
     checkpoint = open_checkpoint(path)
     kv_groups(checkpoint.config)  # refuses before any class of the model is imported
@@ -125,7 +126,7 @@ def _load_config(path: Path) -> PreTrainedConfig:
 
 
 def _need_memory(checkpoint: Checkpoint, dtype: str) -> None:
-    needed, free = checkpoint.parameters() * DTYPE_BYTES[dtype], available_bytes()
+    needed, free = checkpoint.parameters() * compute_dtypes()[dtype].element_bytes, available_bytes()
     if needed > free:
         raise ConfigError(
             f"{checkpoint.path.name} needs {format_size(needed)} for its weights in {dtype}, and {format_size(free)} "

@@ -30,7 +30,7 @@ float largest_magnitude(const float* row, int64_t width) {
     return magnitude;
 }
 
-// As kvire/cache/int8.py does it, which gives the reasons; bit for bit.
+// As kvire/cache/scaled.py does it, which gives the reasons; bit for bit.
 void quantise(const float* row, int8_t* to, float* scale, int64_t width) {
     const float step = largest_magnitude(row, width) / 127.0f;
     *scale = step < __FLT_MIN__ ? 0.0f : step;

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from kvire.core.dtypes import KV_DTYPES
 from kvire.core.errors import ConfigError
-from kvire.core.spec import KV_DTYPE_BYTES, KVGroup, KVSpec, LayerKind
+from kvire.core.spec import KVGroup, KVSpec, LayerKind
 
 # fp8: e4m3 with one scale per tensor, kept with the weights; so nothing per token beyond the numbers themselves.
-KEPT_BYTES = {**KV_DTYPE_BYTES, "fp8": 1}
+KEPT_BYTES = {**{name: dtype.element_bytes for name, dtype in KV_DTYPES.items()}, "fp8": 1}
 # Bytes a weight takes. int4: one float16 scale per 32 (llama.cpp's Q4_0); mxfp4: one 8-bit scale per 32 (OCP MX 1.0).
 WEIGHT_BYTES = {
     "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5625, "mxfp4": 0.53125,

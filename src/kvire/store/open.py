@@ -5,8 +5,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from urllib.parse import urlsplit
 
+from kvire.codec.codec import choose
 from kvire.codec.frame import Frames
-from kvire.codec.planes import choose
 from kvire.codec.seal import TenantKey
 from kvire.core.config import StoreConfig
 from kvire.core.memory import format_size

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvire.core.dtypes import compute_dtypes
 from kvire.core.errors import UnsupportedModelError
-from kvire.core.spec import KV_DTYPE_BYTES, KVGroup, KVSpec, LayerKind
+from kvire.core.spec import KVGroup, KVSpec, LayerKind
 
 # Of generate() and forward(): "past_key_values" in older versions, "cache" in newer ones.
 CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
@@ -79,7 +80,7 @@ class CacheLayout:
             window = layer.sliding_window if isinstance(layer, WholeWindowLayer) else None
             kinds.setdefault((window or 0, keys.shape[1], keys.shape[3], values.shape[3]), []).append(number)
         names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
-        if len(names) != 1 or not names <= set(KV_DTYPE_BYTES):
+        if len(names) != 1 or not names <= set(compute_dtypes()):
             raise UnsupportedModelError(
                 f"KV of {', '.join(sorted(names)) or 'no layer'} cannot be stored: load the model "
                 "in float32, float16 or bfloat16"

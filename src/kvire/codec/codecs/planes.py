@@ -5,13 +5,15 @@ others lie as they are. What it saves and costs, measured: docs/adr/0012-frames-
 """
 
 import struct
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import ClassVar, Self
 
 import numpy as np
 
 from kvire.codec.buffers import BytesLike
+from kvire.core.dtypes import KV_DTYPES
 from kvire.core.errors import FrameDamaged, FrameForeign
 
 _HEAD = struct.Struct("<QQ")  # bytes of an element, bytes of the compressed plane
@@ -22,20 +24,34 @@ _WIDTHS = (2, 4)  # bytes of the floats whose planes are parted
 PAYS_BELOW_BYTES_PER_S = 250e6
 
 
-class Codec(NamedTuple):
-    """How KV becomes a frame's payload. element_bytes: of the floats whose planes are parted, or 1 for raw bytes."""
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """Byte planes of floats. element_bytes: of one float, 2 or 4."""
 
-    element_bytes: int = 1
+    id: ClassVar[int] = 1
+    shortens: ClassVar[bool] = True
+
+    element_bytes: int
+
+    @classmethod
+    def for_tier(cls, kv_dtype: str, bytes_per_s: float) -> Self | None:
+        """For floats in a tier slow enough; see PAYS_BELOW_BYTES_PER_S."""
+        dtype = KV_DTYPES.get(kv_dtype)
+        if bytes_per_s >= PAYS_BELOW_BYTES_PER_S or dtype is None or not dtype.has_exponents or _zstandard() is None:
+            return None
+        return cls(dtype.element_bytes)
+
+    def encode(self, kv: memoryview) -> bytes | None:
+        """See Codec; None also where zstandard is not installed."""
+        return compress(kv, self.element_bytes)
+
+    @staticmethod
+    def decode(payload: BytesLike, out: memoryview) -> None:
+        """See Codec."""
+        decompress(payload, out)
 
 
-RAW = Codec()
-
-
-def choose(kv_dtype: str, bytes_per_s: float) -> Codec:
-    """The codec with which a tier of this bandwidth gives back a pool's KV soonest."""
-    if bytes_per_s >= PAYS_BELOW_BYTES_PER_S or _zstandard() is None:
-        return RAW
-    return Codec({"float16": 2, "bfloat16": 2, "float32": 4}.get(kv_dtype, 1))
+CODEC = Planes
 
 
 @cache

@@ -1,0 +1,80 @@
+"""The protocol of a codec, and the codecs there are: one per file of the folder codecs.
+
+A new one is a file there with a class called CODEC, and a line for its id in docs/format.md.
+"""
+
+from functools import cache
+from typing import ClassVar, Protocol, Self
+
+from kvire.codec.buffers import BytesLike
+from kvire.core.discovery import parts
+
+FOLDER = "kvire.codec.codecs"
+MAX_ID = 255  # a byte of the header
+
+
+class Codec(Protocol):
+    """How KV becomes a frame's payload, and KV again. Instances are frozen: they compare by what they write.
+
+    id: stands in the header of every frame; never given to another codec.
+    shortens: a payload is shorter than its KV; if not, it is exactly as long.
+    """
+
+    id: ClassVar[int]
+    shortens: ClassVar[bool]
+
+    @classmethod
+    def for_tier(cls, kv_dtype: str, bytes_per_s: float) -> Self | None:
+        """The codec as it pays for KV of this dtype in a tier of this bandwidth; None where it does not pay."""
+
+    def encode(self, kv: memoryview) -> BytesLike | None:
+        """The payload; None where it would not be shorter: the frame is raw then."""
+
+    @staticmethod
+    def decode(payload: BytesLike, out: memoryview) -> None:
+        """Fill `out` with exactly the KV that was encoded; allocates less than len(out).
+
+        Raises FrameDamaged("codec") for a payload that is no encoding of len(out) bytes, FrameForeign("codec") where a
+        package that it takes is not installed.
+        """
+
+
+class Raw:
+    """KV as it is."""
+
+    id: ClassVar[int] = 0
+    shortens: ClassVar[bool] = False
+
+    @classmethod
+    def for_tier(cls, kv_dtype: str, bytes_per_s: float) -> Self | None:  # noqa: ARG003 - it saves nothing anywhere
+        """None: it is what remains."""
+        return None
+
+    def encode(self, kv: memoryview) -> BytesLike | None:
+        """`kv` itself."""
+        return kv
+
+    @staticmethod
+    def decode(payload: BytesLike, out: memoryview) -> None:
+        """A copy."""
+        out[:] = payload
+
+
+RAW: Codec = Raw()
+
+
+@cache
+def codecs() -> dict[int, type[Codec]]:
+    """All by id. Two with one id are an error of ours."""
+    found: list[type[Codec]] = [Raw, *parts(FOLDER, "CODEC")]
+    by_id = {codec.id: codec for codec in found}
+    assert len(by_id) == len(found) and all(0 <= known <= MAX_ID for known in by_id), (
+        "a codec's id is a byte of its own"
+    )
+    return by_id
+
+
+def choose(kv_dtype: str, bytes_per_s: float) -> Codec:
+    """The codec with which a tier of this bandwidth gives back KV of this dtype soonest."""
+    paying = (codec.for_tier(kv_dtype, bytes_per_s) for codec in codecs().values())
+    return next((codec for codec in paying if codec is not None), RAW)

@@ -1,0 +1,129 @@
+"""Adding a part takes one file: each test adds a toy of a kind, without a change anywhere else, and uses it.
+
+docs/extending.md shows the same parts.
+"""
+
+import importlib
+import sys
+import zlib
+from dataclasses import replace
+
+import pytest
+from codec.samples import SEALED, UNSEALED, block, encoded, frames, read
+from harness.engines import SPEC, Answer, drive, engine_of, tiny_llama
+
+from kvire.attention.cpu import best_attention
+from kvire.codec import codec as codec_module
+from kvire.codec.codec import RAW, choose, codecs
+from kvire.codec.frame import Header
+from kvire.core import discovery, dtypes
+from kvire.core.dtypes import KV_DTYPES, KVDType
+from kvire.core.errors import ConfigError, FrameDamaged
+from kvire.core.spec import KVGroup, KVSpec, LayerKind
+from kvire.engine.request import Request, SamplingParams
+
+CODEC = """
+import zlib
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvire.core.errors import FrameDamaged
+
+
+@dataclass(frozen=True)
+class Deflated:
+    id: ClassVar[int] = 77
+    shortens: ClassVar[bool] = True
+
+    @classmethod
+    def for_tier(cls, kv_dtype, bytes_per_s):
+        return cls() if bytes_per_s < 1000 else None
+
+    def encode(self, kv):
+        payload = zlib.compress(kv)
+        return payload if len(payload) < len(kv) else None
+
+    @staticmethod
+    def decode(payload, out):
+        try:
+            plain = zlib.decompressobj().decompress(bytes(payload), len(out) + 1)
+        except zlib.error as error:
+            raise FrameDamaged("codec") from error
+        if len(plain) != len(out):
+            raise FrameDamaged("codec")
+        out[:] = plain
+
+
+CODEC = Deflated
+"""
+
+
+@pytest.fixture
+def add_file(tmp_path, monkeypatch):
+    """Puts a module into a package of Kvire for the time of a test, as if its file lay there."""
+    added = []
+
+    def add(package: str, name: str, source: str):
+        folder = tmp_path / package
+        folder.mkdir()
+        (folder / f"{name}.py").write_text(source)
+        home = importlib.import_module(package)
+        monkeypatch.setattr(home, "__path__", [*home.__path__, str(folder)])
+        added.append(f"{package}.{name}")
+        return home
+
+    yield add
+    for name in added:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def add_codec(add_file):
+    add_file(codec_module.FOLDER, "deflated", CODEC)
+    codecs.cache_clear()
+    yield codecs()[77]
+    codecs.cache_clear()
+
+
+@pytest.mark.parametrize("key", [SEALED, UNSEALED], ids=["sealed", "checksummed"])
+def test_a_codec_is_a_file(add_codec, key):
+    record, _ = block(4096)
+    kv = bytes(range(256)) * 16
+    frame = encoded(frames(key, add_codec()), record, kv)
+    assert Header.parse(frame).codec == 77 and len(frame) < 4096
+    assert read(frames(key), record, frame) == kv  # whoever reads finds the codec by its id
+    with pytest.raises(FrameDamaged, match="codec"):
+        add_codec.decode(zlib.compress(kv[:-1]), memoryview(bytearray(4096)))
+
+
+def test_tiers_choose_among_all_codecs(add_codec):
+    assert choose("int8", 100) == add_codec()
+    assert choose("int8", 1e9) == RAW
+
+
+def test_a_module_without_the_part_is_left_out(add_file):
+    add_file(codec_module.FOLDER, "nothing_here", "VALUE = 1\n")
+    assert [found.id for found in discovery.parts(codec_module.FOLDER, "CODEC")] == [1]
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_a_dtype_is_a_record(monkeypatch, is_scaled):
+    record = KVDType("float8_e4m3fn", 1, is_scaled=is_scaled, note="a toy")
+    monkeypatch.setitem(KV_DTYPES, record.name, record)
+    spec = KVSpec((KVGroup(LayerKind.FULL, (0,), 2, 16, 16),), record.name, 16)
+    assert spec.block_bytes(0) == 2 * (16 * 2 * 16 + (16 * 2 * dtypes.SCALE_BYTES if is_scaled else 0))
+    cached, computed = (answer(record.name, prefix_cache=cached) for cached in (True, False))
+    assert cached.token_ids == computed.token_ids
+    assert cached.cache.reused_tokens >= 32 and computed.cache.reused_tokens == 0
+    with pytest.raises(ConfigError, match="native kernels do not read KV in float8_e4m3fn"):
+        best_attention("native", kv_dtype=record.name)
+
+
+def answer(dtype: str, *, prefix_cache: bool) -> Answer:
+    """Of the second of two requests with one prompt."""
+    spec = replace(SPEC, dtype=dtype)
+    engine = engine_of(tiny_llama(), spec, 64, kv_dtype=dtype, prefix_cache=prefix_cache)
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    for name in ("first", "second"):
+        answers = drive(engine, [Request(name, tuple(range(40)), params)])
+    return answers["second", 0]
