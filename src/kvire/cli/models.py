@@ -39,7 +39,7 @@ def show(model: opt.Model, as_json: Json = False) -> None:
     """Architecture, layers, context, weights, and bytes of KV per token, without loading the model."""
     facts = describe(model)
     if as_json:
-        _print_json(asdict(facts))
+        _print_json(asdict(facts) | {"memory_bytes": facts.memory_bytes})
         return
     table = Table(show_header=False)
     for name, value in _rows(facts):
@@ -69,6 +69,7 @@ def _rows(facts: ModelFacts) -> list[tuple[str, str]]:
         return [*rows, ("supported", f"no: {facts.reason}")]
     rows += [
         ("supported", "yes"),
+        ("parameters", f"{facts.parameters:,}"),
         ("context", f"{facts.context_tokens} tokens"),
         ("weights", f"{format_size(facts.weights_bytes)} on disk, {format_size(facts.memory_bytes)} in memory"),
     ]

@@ -10,7 +10,13 @@ from kvire.core.errors import KvireError, ModelNotFoundError
 from kvire.core.spec import KVGroup, KVSpec
 from kvire.models.checkpoint import open_checkpoint, read_config
 from kvire.models.embedded import EMBEDDED, EmbeddedModel, GgufSource, find_embedded
-from kvire.models.families import expanded_elements_per_token, hidden_layers, kv_groups, max_positions
+from kvire.models.families import (
+    expanded_elements_per_token,
+    hidden_layers,
+    kv_groups,
+    max_positions,
+    need_output_matrix,
+)
 from kvire.models.gguf import ORIGIN, converted_folder, converted_models, find_converted, gguf_file
 from kvire.models.gguf_config import config_from_gguf
 from kvire.models.gguf_header import GgufHeader
@@ -41,7 +47,7 @@ class ModelFacts:
     """What is known of one model without loading it.
 
     supported: whether it can be served; if not, `reason` says why and what to do. groups is empty then.
-    weights_bytes: of the weight files. memory_bytes: of the weights in float32, as they are computed with.
+    weights_bytes: of the weight files. parameters: numbers in them, an output matrix that is not needed included.
     kv_bytes_per_token: by dtype of the pool. context_tokens: the longest sequence it was made for.
     expanded_elements_per_token: what latent attention would keep without its latent; None: it is not latent.
     converted: False for a GGUF that has not been converted yet.
@@ -57,9 +63,14 @@ class ModelFacts:
     kv_bytes_per_token: Mapping[str, int]
     context_tokens: int
     weights_bytes: int
-    memory_bytes: int
+    parameters: int
     expanded_elements_per_token: int | None = None
     converted: bool = True
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the weights in float32, as they are computed with."""
+        return 4 * self.parameters
 
 
 def list_models() -> list[ListedModel]:
@@ -115,9 +126,12 @@ def _of_directory(name: str, path: Path) -> ModelFacts:
     config = read_config(path)
     try:
         checkpoint = open_checkpoint(path)
-        return _facts(name, path, config, checkpoint.weights_bytes, 4 * checkpoint.parameters())
+        sizes = checkpoint.sizes()
+        facts = _facts(name, path, config, checkpoint.weights_bytes, sum(sizes.values()))
+        need_output_matrix(config, sizes)
     except KvireError as error:
         return _refused(name, path, str(config.get("model_type", "unknown")), str(error))
+    return facts
 
 
 def _of_gguf(name: str, source: GgufSource) -> ModelFacts:
@@ -141,12 +155,11 @@ def _of_header(name: str, source: GgufSource) -> ModelFacts:
         check_tokenizer(header)
     except KvireError as error:
         return _refused(name, path, kind, str(error), source.size_bytes, converted=False)
-    memory = 4 * sum(int(tensor.n_elements) for tensor in header.tensors.values())
-    return _facts(name, path, config, source.size_bytes, memory, converted=False)
+    return _facts(name, path, config, source.size_bytes, header.parameters(), converted=False)
 
 
 def _facts(
-    name: str, path: Path, config: Mapping[str, Any], weights: int, memory: int, *, converted: bool = True
+    name: str, path: Path, config: Mapping[str, Any], weights: int, parameters: int, *, converted: bool = True
 ) -> ModelFacts:
     groups = kv_groups(config)
     return ModelFacts(
@@ -160,7 +173,7 @@ def _facts(
         kv_bytes_per_token={dtype: KVSpec(groups, dtype).bytes_per_token for dtype in KV_DTYPES},
         context_tokens=max_positions(config),
         weights_bytes=weights,
-        memory_bytes=memory,
+        parameters=parameters,
         expanded_elements_per_token=expanded_elements_per_token(config),
         converted=converted,
     )

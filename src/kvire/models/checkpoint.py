@@ -5,8 +5,9 @@ milliseconds, and a pickle is never opened.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,13 @@ class Checkpoint:
         """Bytes of the weight files on disk."""
         return sum(shard.stat().st_size for shard in self.shards)
 
+    def sizes(self) -> dict[str, int]:
+        """Numbers in each tensor of the weight files, by name, from their headers alone."""
+        return {name: size for shard in self.shards for name, size in _sizes(shard)}
+
     def parameters(self) -> int:
         """Numbers stored in the weight files, from their headers alone."""
-        return sum(_elements(shard) for shard in self.shards)
+        return sum(self.sizes().values())
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -109,15 +114,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _elements(shard: Path) -> int:
-    total = 0
+def _sizes(shard: Path) -> Iterator[tuple[str, int]]:
     try:
         with safe_open(str(shard), framework="numpy") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - a safetensors handle, not a dict
-                size = 1
-                for dim in tensors.get_slice(name).get_shape():
-                    size *= dim
-                total += size
+                yield name, prod(tensors.get_slice(name).get_shape())
     except SafetensorError as error:
         raise UnsupportedModelError(f"{shard} is damaged ({error}): download it again") from error
-    return total

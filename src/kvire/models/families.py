@@ -3,9 +3,10 @@
 `plan/families/table.py` lists the families and their rules; everything else is refused by name, by `refusal.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol, TypeGuard
 
+from kvire.core.errors import UnsupportedModelError
 from kvire.core.spec import KVGroup, LayerKind
 from kvire.models.refusal import refuse_unknown
 from kvire.plan.families.fields import Fields
@@ -50,6 +51,28 @@ def expanded_elements_per_token(config: Config | HasDict) -> int | None:
     fields = _fields(as_dict(config))
     per_head = sum(fields.whole(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     return fields.layers() * fields.whole("num_attention_heads") * per_head
+
+
+def need_output_matrix(config: Config | HasDict, tensors: Collection[str]) -> None:
+    """Raise UnsupportedModelError where the config says that the output matrix is not the embedding, and none is there.
+
+    tensors: names in the weight files. A class would go on with random numbers. One too many is no harm: transformers
+    takes the file's.
+    """
+    stated = as_dict(config)
+    if _fields(stated).flag("tie_word_embeddings") or has_output_matrix(tensors):
+        return
+    said = "false" if "tie_word_embeddings" in stated else f"left out, which is false for {stated['model_type']}"
+    raise UnsupportedModelError(
+        f"the weight files lack weights that the model needs: lm_head.weight, since tie_word_embeddings is {said}. If "
+        "the model's output matrix is its embedding, set tie_word_embeddings to true in config.json; else download the "
+        "model again."
+    )
+
+
+def has_output_matrix(tensors: Collection[str]) -> bool:
+    """Whether there is one beside the embedding."""
+    return any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in tensors)
 
 
 def as_dict(config: Config | HasDict) -> Config:

@@ -94,6 +94,10 @@ class GgufHeader:
         """Names of fields below `prefix` that nobody asked for."""
         return (name for name in self._reader.fields if name.startswith(prefix) and name not in self._used)
 
+    def parameters(self) -> int:
+        """Numbers in all tensors."""
+        return sum(int(tensor.n_elements) for tensor in self.tensors.values())
+
     def shape(self, tensor: str) -> tuple[int, ...]:
         """Shape of a tensor, slowest dimension first as in torch."""
         return tuple(int(dim) for dim in reversed(self.tensors[tensor].shape))

@@ -24,7 +24,7 @@ from kvire.core.errors import ConfigError, UnsupportedModelError
 from kvire.core.memory import available_bytes, format_size
 from kvire.core.spec import KVGroup
 from kvire.models.checkpoint import Checkpoint, open_checkpoint
-from kvire.models.families import kv_groups, max_positions
+from kvire.models.families import kv_groups, max_positions, need_output_matrix
 from kvire.models.fingerprint import config_digest, weights_digest
 from kvire.models.progress import LateProgress, Progress, silent
 from kvire.models.resolve import model_name
@@ -80,6 +80,7 @@ def load(
     kv_groups(checkpoint.config)  # refuses before any class of the model is imported
     config = _load_config(path)
     groups = kv_groups(config)
+    need_output_matrix(config, checkpoint.sizes())
     fix_longrope(config, max_model_len or max_positions(config))
     identity = config_digest(config.to_dict())
     _need_memory(checkpoint, dtype)

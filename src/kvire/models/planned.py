@@ -8,11 +8,12 @@ from typing import Any
 
 from kvire.core.errors import ConfigError, KvireError, ModelNotFoundError
 from kvire.models.checkpoint import open_checkpoint, read_config
+from kvire.models.families import has_output_matrix, need_output_matrix
 from kvire.models.gguf_config import config_from_gguf
 from kvire.models.gguf_header import GgufHeader
 from kvire.models.hub import find_config_in_hub, is_hub_id
 from kvire.plan.cards import card, find_card
-from kvire.plan.families.wrappers import INNER
+from kvire.plan.families.wrappers import INNER, language_model
 from kvire.plan.plan import PlannedModel
 from kvire.plan.read_shape import read_shape
 from kvire.plan.shape import Shape
@@ -46,7 +47,7 @@ def _of_directory(name: str, path: Path) -> PlannedModel:
 def _of_file(name: str, path: Path) -> PlannedModel:
     if path.suffix == ".gguf":
         header = GgufHeader(path)
-        shape = _counted(_shape(config_from_gguf(header)), sum(int(t.n_elements) for t in header.tensors.values()))
+        shape = _counted(_shape(config_from_gguf(header)), header.parameters())
         shape = replace(shape, notes=(*shape.notes, "weights are counted as if unquantised, as the engine keeps them"))
         return PlannedModel(name, path.name, str(path), verified=True, shape=shape)
     try:
@@ -70,20 +71,25 @@ def _of_hub(name: str, say: Callable[[str], None]) -> PlannedModel:
 
 def _shape(config: Mapping[str, Any], folder: Path | None = None) -> Shape:
     """By the config; the parameters are counted where there are weight files of one language model, unquantised."""
-    shape = read_shape(config)
     packed = config.get("quantization_config") or config.get("compression_config")
     if folder is None or packed or any(isinstance(config.get(name), Mapping) for name in INNER):
+        return read_shape(config)
+    sizes = _sizes(folder)
+    if sizes and has_output_matrix(sizes):
+        config = {**config, "tie_word_embeddings": False}  # whatever the config says, it is there
+    shape = read_shape(config)
+    if not sizes:
         return shape
-    parameters = _parameters(folder)
-    return shape if parameters is None else _counted(shape, parameters)
+    need_output_matrix(language_model(config)[0], sizes)
+    return _counted(shape, sum(sizes.values()))
 
 
-def _parameters(folder: Path) -> int | None:
-    """Numbers in the weight files; None where there are none, or none that can be read."""
+def _sizes(folder: Path) -> dict[str, int]:
+    """Numbers in each tensor of the weight files; empty where there are none, or none that can be read."""
     try:
-        return open_checkpoint(folder).parameters()
+        return open_checkpoint(folder).sizes()
     except KvireError:
-        return None
+        return {}
 
 
 def _counted(shape: Shape, parameters: int) -> Shape:
