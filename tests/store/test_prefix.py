@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvire.connectors.transformers.loading import _longest
 from kvire.connectors.vllm.groups import Group
 from kvire.connectors.vllm.scheduler import SchedulerSide
 from kvire.core.record import BlockId
@@ -77,26 +76,11 @@ def of_vllm(case: Case) -> int:
     return SchedulerSide._stop(side, tiers, case.first, case.blocks)
 
 
-def of_transformers(case: Case) -> int:
-    keys = [bytes([index]) for index in range(case.blocks)]
-    layout = SimpleNamespace(first_needed=case.first_needed)
-    chain = SimpleNamespace(groups=range(len(case.windows)), keys=keys)
-    gone = {
-        BlockId(keys[index], part)
-        for index, parts in enumerate(case.stored)
-        for part, here in enumerate(parts)
-        if not here and index >= case.first
-    }
-    return _longest(layout, chain, case.blocks, gone)
-
-
-@pytest.mark.parametrize("other", [tried, of_engine, of_vllm, of_transformers])
+@pytest.mark.parametrize("other", [tried, of_engine, of_vllm])
 def test_one_function_for_every_engine(other) -> None:
     holes = 0
     for seed in range(CASES):
         case = Case(seed)
-        if other is of_transformers:  # it has no device blocks
-            case.first = 0
         assert found(case) == other(case), seed
         holes += case.first < found(case) < case.blocks
     assert holes > CASES // 20, "something was left out, and something found"

@@ -6,7 +6,7 @@ with StoredCache.open(model, store="kv") as stored:
 """
 
 import logging
-from hashlib import sha256
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,16 +15,17 @@ from torch import Tensor
 
 from kvire.connectors.transformers import arguments
 from kvire.connectors.transformers.blocks import CACHE, CacheLayout
-from kvire.connectors.transformers.chain import Chain
 from kvire.connectors.transformers.computed import Computed
 from kvire.connectors.transformers.identity import ModelIdentity
 from kvire.connectors.transformers.loading import load
 from kvire.core.config import StoreConfig
 from kvire.core.errors import ConfigError, UnsupportedModelError
-from kvire.core.record import BlockId, BlockRecord
+from kvire.core.keys import BlockKey
 from kvire.core.report import CacheReport, MissReason
-from kvire.plan.cost import PrefillSpeed
 from kvire.store.open import open_store
+from kvire.store.reuse.chain import Chain
+from kvire.store.reuse.look import parts_of
+from kvire.store.reuse.planner import Memory, Reuse
 from kvire.store.tiered import TieredStore
 
 CLOSE_S = 10.0  # that closing gives to blocks which are still being written
@@ -40,19 +41,19 @@ class StoredCache:
     """
 
     def __init__(
-        self, model: Any, store: TieredStore, identity: ModelIdentity, layout: CacheLayout,
+        self, model: Any, reuse: Reuse, identity: ModelIdentity, layout: CacheLayout,
         *, tenant: str, cache_salt: str, owns_store: bool,
     ) -> None:  # fmt: skip
         self.model = model
-        self.store = store
+        self.store = reuse.store
         self.report: CacheReport | None = None
         self._identity = identity
         self._layout = layout
         self._tenant = tenant
         self._cache_salt = cache_salt
         self._owns_store = owns_store
-        self._prefill: PrefillSpeed | None = None  # until a prompt was computed
-        self._queued: frozenset[BlockId] = frozenset()  # blocks of the last call
+        self._reuse = reuse
+        self._queued: frozenset[BlockKey] = frozenset()  # blocks of the last call
 
     @classmethod
     def open(
@@ -69,13 +70,12 @@ class StoredCache:
             raise ConfigError(f"block_size is in tokens and at most 1024, got {block_size!r}")
         identity = ModelIdentity(model)
         layout = CacheLayout.probe(model, block_size)
-        identity.namespace(layout)  # hashed now, and not in the first call
+        namespace = identity.namespace(layout)  # hashed now, and not in the first call
         if isinstance(store, (str, Path)):
             store = StoreConfig(path=Path(store).expanduser())
         opened = store if isinstance(store, TieredStore) else open_store(store, layout.spec.dtype)
-        return cls(
-            model, opened, identity, layout, tenant=tenant, cache_salt=cache_salt, owns_store=opened is not store
-        )
+        reuse = Reuse(opened, namespace, parts_of(layout.spec), block_size)
+        return cls(model, reuse, identity, layout, tenant=tenant, cache_salt=cache_salt, owns_store=opened is not store)
 
     def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
         """What model.generate() returns for the same arguments, sooner. One prompt a call; input_ids: [1, tokens].
@@ -92,13 +92,15 @@ class StoredCache:
             return out
         chain = self._chain(prompt.token_ids)
         used = self._layout.empty_cache(self.model.config)
-        loaded = load(self.store, self._layout, chain, self._prefill, self._queued)
+        loaded = load(self._reuse, chain, self._queued)
         if loaded.stop:
             self._layout.fill(used, loaded.slabs, loaded.stop, self.model.device)
         with Computed(self.model, used, prompt.token_ids, loaded.stop * chain.block_size) as computed:
             out = self.model.generate(**prompt.arguments, **{CACHE: used})
-        self._learn(computed)
-        self._save(used, chain.extended(computed.token_ids(limit)), loaded.stop)
+        if (measured := computed.prefill()) is not None:
+            self._reuse.prefill.measured(*measured)
+        if chain.identity.kept:
+            self._save(used, chain.fork(computed.token_ids(limit)), loaded.stop)
         self.report = loaded.report()
         return out
 
@@ -115,39 +117,34 @@ class StoredCache:
         self.close()
 
     def _chain(self, token_ids: list[int]) -> Chain:
-        salt = self.store.tenant(self._tenant).salt
-        if self._cache_salt:
-            salt += "/" + sha256(self._cache_salt.encode("utf-8")).hexdigest()
-        namespace = self._identity.namespace(self._layout).with_salt(salt)
-        self.store.note_namespace(namespace.root, namespace.public_fields())
-        return Chain(self._layout.spec, namespace.root, salt, self._tenant, token_ids)
-
-    def _learn(self, computed: Computed) -> None:
-        """How fast this model computes prompts."""
-        if (measured := computed.prefill()) is not None:
-            start, count, seconds = measured
-            self._prefill = self._prefill or PrefillSpeed(seconds / count)
-            self._prefill.measured(start, count, seconds)
+        """Names of a prompt's blocks: others, if the model was changed since the last call."""
+        reuse, namespace = self._reuse, self._identity.namespace(self._layout)
+        if namespace != reuse.names.namespace:
+            reuse = self._reuse = Reuse(self.store, namespace, reuse.parts, reuse.block_size, prefill=reuse.prefill)
+        chain = Chain(reuse.name(self._tenant, self._cache_salt), token_ids, reuse.block_size)
+        chain.extend()
+        return chain
 
     def _save(self, used: Any, chain: Chain, start: int) -> None:
         """Hand over the blocks from `start` on, and say that all were used."""
-        stop = len(chain.keys)
+        stop = len(chain.extend())
         try:
             slabs = self._layout.take(used, start, stop) if stop > start else []
         except UnsupportedModelError as error:
             log.warning("nothing is stored: %s", error)
             return
+
+        def memory(index: int, part: int) -> memoryview:
+            return slabs[part][index - start].numpy().data
+
         for index in range(start, stop):
-            kept = [self._put(chain.record(index, group), slab[index - start]) for group, slab in enumerate(slabs)]
-            if not all(kept):  # later ones are of no use without this one
+            if not self._put(chain, index, memory):  # later ones are of no use without this one
                 stop = index
                 break
-        ids = chain.ids(stop)
-        self._queued = frozenset(ids[start * len(chain.groups) :])
-        self.store.touch(ids)
-        self.store.end_of_turn(ids)
+        self._queued = frozenset(chain.keys[start:stop])
+        self._reuse.finished(chain, stop, keep=True)
 
-    def _put(self, record: BlockRecord, kv: Tensor) -> bool:
+    def _put(self, chain: Chain, index: int, memory: Memory) -> bool:
         """Save a block; while the buffer is full, wait for room."""
-        memory = kv.numpy().data
-        return self.store.save(record, memory) or (self.store.flush(SAVE_S) and self.store.save(record, memory))
+        save = partial(self._reuse.save, chain, [index], memory)
+        return save() or (self._reuse.flush(SAVE_S) and save())
