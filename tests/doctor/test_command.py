@@ -99,7 +99,7 @@ def test_what_was_really_cached_stands_beside_what_could_have_been() -> None:
     bodies = [{"prompt": words(4096) + end * 4, "usage": _usage(cached)} for end, cached in (("a", 0), ("b", 512))]
     values = diagnosis_values(examine(as_lines(bodies)), OFFERS)
     assert values["measured"] == {
-        "requests": 2, "cached_tokens": 512, "share": 512 / 2050, "ideal_share": 1024 / 2050
+        "requests": 2, "cached_tokens": 512, "written_tokens": 0, "share": 512 / 2050, "ideal_share": 1024 / 2050
     }  # fmt: skip
     assert "100%" in values["token_method"]
 
@@ -141,7 +141,7 @@ def test_one_of_a_kind_is_singular(tmp_path: Path) -> None:
         "1 malformed line skipped",
         "1 image or file:",
         "1 request of a",
-        "1 request with more",
+        "1 request that the API refuses",
     ):
         assert said in " ".join(text.split()), said
     assert not re.search(r"\b1 (?:\w+ )?(?:requests|tokens|lines|images)\b", text)
@@ -162,6 +162,8 @@ def test_models_of_the_log_come_first_and_every_provider_once() -> None:
     chosen = offers.choose(["openai/gpt-4.1-2025-04-14", "unheard-of"])
     assert (chosen[0].price.model, chosen[0].in_log) == ("gpt-4.1", True)
     assert len({one.price.provider for one in chosen}) == len(chosen)
+    (price, *_) = offers.choose(["arn:x/us.anthropic.claude-opus-5-20260401-v1:0"])
+    assert (price.price.model, price.in_log) == ("claude-opus-5", True)
     assert [one.price.model for one in offers.choose([], ["gpt-4.1"])] == ["gpt-4.1"]
 
 
@@ -175,13 +177,13 @@ def test_models_of_the_log_come_first_and_every_provider_once() -> None:
         (["{log}", "--price", "gpt-0"], "no price for 'gpt-0'"),
         (["{log}", "--prefill-tok-s", "0"], "above 0"),
         (["{log}", "--memory", "much"], "--memory"),
-        (["{folder}/array.json"], "jq -c"),
+        (["{folder}/other.json"], "one JSON array"),
         (["{folder}/empty"], "empty"),
         (["{log}", "--html", "{folder}/no/where.html"], "cannot write"),
     ],
 )
 def test_mistakes_are_explained(log: Path, tmp_path: Path, arguments: list[str], said: str) -> None:
-    (tmp_path / "array.json").write_text(json.dumps([chat("a", ("user", "b"))], indent=1))
+    (tmp_path / "other.json").write_text(json.dumps([{"a": 1}], indent=1))
     (tmp_path / "empty").write_text("\n")
     given = [one.format(log=log, folder=tmp_path) for one in arguments]
     with pytest.raises(ConfigError, match=re.escape(said)):

@@ -11,7 +11,7 @@ import pytest
 
 from kvire.core.errors import ConfigError
 from kvire.doctor.lines import lines_of
-from kvire.doctor.logs import LoggedRequest, Malformed, Usage, read_log
+from kvire.doctor.logs import LoggedRequest, Malformed, read_log
 
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hej"}]
 CLAUDE = {
@@ -130,25 +130,6 @@ def test_breakpoints_lie_behind_what_they_mark() -> None:
     assert one(CLAUDE).prompt.breakpoints == ((text.index(b"\x1eS"), 3600), (text.index(b"\x1eU"), 300))
     assert one(CLAUDE | {"cache_control": {"type": "ephemeral"}}).prompt.breakpoints[-1] == (len(text), 300)
     assert one({"messages": MESSAGES}).prompt.breakpoints is None
-
-
-@pytest.mark.parametrize(
-    ("given", "usage"),
-    [
-        ({"prompt_tokens": 2006, "prompt_tokens_details": {"cached_tokens": 1920}}, Usage(2006, 1920)),
-        (
-            {"input_tokens": 1, "cache_creation_input_tokens": 287, "cache_read_input_tokens": 30433},
-            Usage(30721, 30433),
-        ),
-        ({"input_tokens": 9, "input_tokens_details": {"cached_tokens": 0}}, Usage(9, 0)),
-        ({"prompt_tokens": 9, "prompt_cache_hit_tokens": 5, "prompt_cache_miss_tokens": 4}, Usage(9, 5)),
-        ({"prompt_tokens": 9}, Usage(9, None)),
-        ({"total_tokens": 9}, None),
-    ],
-)
-def test_usage_counts_cached_tokens_as_each_api_does(given: dict[str, Any], usage: Usage | None) -> None:
-    assert one({"messages": MESSAGES, "usage": given}).usage == usage
-    assert one({"request": {"messages": MESSAGES}, "response": {"body": {"usage": given}}}).usage == usage
 
 
 def test_digits_are_no_iso_date() -> None:

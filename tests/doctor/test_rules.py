@@ -1,12 +1,16 @@
 """Providers' rules at their edges: minimum lengths, steps, times to live, breakpoints."""
 
 import json
+from typing import Any
 
 import pytest
-from doctor.examining import examine
+from doctor.examining import OFFERS, examine
 from doctor.made_logs import as_lines, claude, time_stamp, words
 
-from kvire.doctor.rules import CacheRules
+from kvire.doctor.prompt import PromptWriter
+from kvire.doctor.rules import CacheRules, Written
+from kvire.doctor.text import losses
+from kvire.doctor.values import diagnosis_values, notes
 
 AUTOMATIC = CacheRules(min_tokens=1024, step_tokens=128, ttl_s=300)
 MARKED = CacheRules(min_tokens=1024, step_tokens=1, ttl_s=300, explicit=True)
@@ -99,11 +103,70 @@ def test_runs_of_tool_calls_and_of_results_are_one_position_each() -> None:
     assert examine(as_lines([first, second]), [MARKED]).by_rules[0].cached == 1350
 
 
-def test_a_fifth_breakpoint_is_none() -> None:
-    bodies = [claude(SYSTEM, *[words(398, i) for i in range(5)], mark=(0, 1, 2, 3, 4))] * 2
-    diagnosis = examine(as_lines(bodies), [MARKED])
-    assert diagnosis.totals.too_many_breakpoints == 2
-    assert diagnosis.by_rules[0].cached == 1250 + 4 * 100
+EPHEMERAL = {"type": "ephemeral"}
+
+
+def marked_at(*controls: dict[str, str], text: str = "Hej") -> dict[str, Any]:
+    """A request whose blocks of one message have these breakpoints."""
+    blocks = [{"type": "text", "text": text, "cache_control": control} for control in controls]
+    return {"model": "claude-x", "system": SYSTEM, "messages": [{"role": "user", "content": blocks}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (marked_at(*[EPHEMERAL] * 5), "more than 4 breakpoints"),
+        (marked_at(*[EPHEMERAL] * 4) | {"cache_control": EPHEMERAL}, None),  # the last block has it already
+        (marked_at(EPHEMERAL, EPHEMERAL | {"ttl": "1h"}), "for an hour stands behind one for five minutes"),
+        (marked_at(EPHEMERAL | {"ttl": "1h"}, EPHEMERAL), None),
+        (marked_at(EPHEMERAL, text=""), "an empty text block"),
+        (marked_at(EPHEMERAL | {"ttl": "1d"}), "unknown type or ttl"),
+        (marked_at({"type": "persistent"}), "unknown type or ttl"),
+        (
+            {"model": "claude-x", "system": SYSTEM, "messages": [{"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "Hm.", "cache_control": EPHEMERAL}]}]},
+            "a block of thinking",
+        ),
+        ({"system": [{"text": SYSTEM}, *[{"cachePoint": {}}, {"text": "a"}] * 5], "messages": []}, "more than 4"),
+        ({"system": [{"cachePoint": {}}, {"text": SYSTEM}], "messages": []}, "an empty text block"),
+    ],
+)  # fmt: skip
+def test_what_the_api_refuses_caches_nothing_and_is_said(body: dict[str, Any], reason: str | None) -> None:
+    diagnosis = examine(as_lines([body] * 2), [MARKED])
+    totals = diagnosis.by_rules[0]
+    if reason is None:
+        assert not diagnosis.totals.refused and totals.cached > 1000 and totals.written.five_minutes > 0
+        return
+    ((said, refused),) = diagnosis.totals.refused.items()
+    assert reason in said
+    assert (refused.requests, refused.line) == (2, 1)
+    assert (totals.cached, totals.written) == (0, Written())
+    assert diagnosis.totals.without_breakpoint == 0
+    (note,) = [note for note in notes(diagnosis) if "refuses" in note]
+    assert note.startswith("2 requests that the API refuses, first in line 1: ") and said in note
+
+
+def test_counting_refused_breakpoints_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptWriter, "refuse", lambda *_: None)
+    totals = examine(as_lines([marked_at(*[EPHEMERAL] * 5)] * 2), [MARKED]).by_rules[0]
+    assert totals.cached > 0
+
+
+def test_a_refused_request_leaves_nothing_for_the_next() -> None:
+    turns = [words(398, i) for i in range(7)]
+    bodies = [claude(SYSTEM, *turns[:5], mark=(0, 1, 2, 3, 4)), claude(SYSTEM, *turns, mark=(6,))]
+    assert examine(as_lines(bodies), [MARKED]).by_rules[0].cached == 0
+
+
+@pytest.mark.parametrize(("size_bytes", "little"), [(4094, 0), (4090, 2)])
+def test_breakpoints_before_the_minimum_length_are_said(size_bytes: int, little: int) -> None:
+    """With its mark of 2 bytes the system prompt has 1,024 tokens, or one less."""
+    bodies = [claude(words(size_bytes), "What?" + end, system_ttl="5m") for end in "ab"]
+    values = diagnosis_values(examine(as_lines(bodies)), OFFERS, ["claude-x"])
+    (provider,) = values["providers"]
+    assert (provider["marks_too_little"], provider["cached_tokens"] == 0) == (little, bool(little))
+    said = "As sent to marks claude-x: 2 requests with breakpoints that all end before the minimum of 1,024 tokens"
+    assert any(line.startswith(said) for line in losses(values)) == bool(little)
 
 
 def test_an_entry_is_read_whole_or_not_at_all() -> None:
@@ -115,12 +178,6 @@ def test_a_read_prolongs_an_entry_that_no_breakpoint_of_the_reader_ends() -> Non
     first = words(398, 1)
     bodies = [claude(SYSTEM, first, mark=(0,)), *(claude(SYSTEM, first, end * 9, end * 9, mark=(2,)) for end in "ab")]
     assert examine(as_lines(bodies, 200), [MARKED]).by_rules[0].cached == 2 * 1350
-
-
-def test_a_fifth_breakpoint_writes_nothing() -> None:
-    turns = [words(398, i) for i in range(7)]
-    bodies = [claude(SYSTEM, *turns[:5], mark=(0, 1, 2, 3, 4)), claude(SYSTEM, *turns, mark=(6,))]
-    assert examine(as_lines(bodies), [MARKED]).by_rules[0].cached == 1250 + 4 * 100
 
 
 @pytest.mark.parametrize(("spacing_s", "tokens"), [(300, 3 * 1920), (301, 0)])

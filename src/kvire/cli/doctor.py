@@ -60,9 +60,9 @@ def doctor(
 ) -> None:
     """Say from request logs what a prefix cache could reuse, and where prompts part that are otherwise the same.
 
-    Reads JSONL of OpenAI (chat, completions, responses, batch files) or Anthropic requests, bare or wrapped with
-    response, usage and time; or plain prompts, one a line. Needs no model. Nothing leaves this machine, and no prompt
-    text is printed unless --show-text asks for it.
+    Reads JSONL or a JSON array of OpenAI (chat, completions, responses, batch files), Anthropic, Bedrock Converse or
+    Gemini requests, bare or wrapped with response, usage and time; or plain prompts, one a line. Needs no model.
+    Nothing leaves this machine, and no prompt text is printed unless --show-text asks for it.
 
         kvire doctor requests.jsonl.gz --html report.html
 
@@ -119,7 +119,7 @@ def _diagnose(
             examined.examine(read_log(lines_of(log, progress)), log if len(logs) > 1 else "")
     diagnosis = examined.diagnosis()
     totals = diagnosis.totals
-    if not totals.requests:
+    if not totals.requests and not totals.without_prompt.requests:
         raise ConfigError(_nothing(totals.malformed, totals.malformed_first, totals.incomplete))
     return diagnosis_values(diagnosis, offers, prices, prefill_tok_s=prefill_tok_s, show_text=show_text)
 
@@ -135,7 +135,7 @@ def _nothing(malformed: int, first: list[tuple[str, int, str]], incomplete: int)
     where = f"{line} of {log}" if log else str(line)
     return (
         f"there is no request in the log, and {counted(malformed, 'malformed line')}, first: {where} ({reason}). "
-        "A log has one request per line; of a JSON array, jq -c '.[]' makes such lines."
+        "A log has one request per line, or is one JSON array of requests; docs/doctor.md shows what is read."
     )
 
 

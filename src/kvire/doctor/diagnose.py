@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from kvire.doctor.causes import Cause
 from kvire.doctor.compare import Piece
-from kvire.doctor.findings import Diagnosis, Example, Finding, RuleTotals, Totals
+from kvire.doctor.findings import Diagnosis, Example, Finding, Measured, Refused, RuleTotals, Totals
 from kvire.doctor.likeness import LEAST_GAIN_BYTES, LEAST_OVERLAP, Difference, Likeness, likeness
-from kvire.doctor.logs import LoggedRequest, Malformed
+from kvire.doctor.logs import Item, LoggedRequest, LoggedUsage, Malformed
 from kvire.doctor.prompt import BEFORE_MESSAGES, KIND_NAMES, PART, TOOL, Part
 from kvire.doctor.rules import (
-    MOST_BREAKPOINTS,
     CacheRules,
     Written,
     entries_written,
@@ -22,6 +21,7 @@ from kvire.doctor.rules import (
 from kvire.doctor.similar import ONE_IN, PassageIndex
 from kvire.doctor.tokens import Counter, Ruler
 from kvire.doctor.tree import Match, Node, PrefixTree
+from kvire.doctor.usage import Usage
 
 MEMORY_BYTES = 200 << 20
 MOST_SCOPES = 8
@@ -43,8 +43,9 @@ class Doctor:
         self._tree = PrefixTree(memory_bytes)
         self._passages = PassageIndex()
         self._logs: list[tuple[int, str]] = []  # prompts before each log, and its name
+        self._counted: dict[str, Usage] = {}  # of answers whose prompts are in no log, by the answer
 
-    def examine(self, log: Iterable[LoggedRequest | Malformed], name: str = "") -> "Doctor":
+    def examine(self, log: Iterable[Item], name: str = "") -> "Doctor":
         """All of a log; several one after the other are one history, in which names tell their lines apart."""
         self._logs.append((self._tree.turns, name))
         for item in log:
@@ -52,6 +53,8 @@ class Doctor:
                 self._totals.malformed += 1
                 if len(self._totals.malformed_first) < FIRST_MALFORMED:
                     self._totals.malformed_first.append((name, item.line, item.reason))
+            elif isinstance(item, LoggedUsage):
+                self._counted[item.answer] = item.usage
             elif item.incomplete:
                 self._totals.incomplete += 1
             else:
@@ -60,6 +63,9 @@ class Doctor:
 
     def diagnosis(self) -> Diagnosis:
         """What was found so far."""
+        self._totals.without_prompt = Measured()
+        for usage in self._counted.values():
+            self._totals.without_prompt.add(usage)
         findings = sorted(self._findings.values(), key=lambda finding: (-finding.tokens, finding.causes, finding.where))
         return Diagnosis(
             self._totals,
@@ -106,14 +112,11 @@ class Doctor:
             totals.last_s = request.sent_s
         if (breakpoints := request.prompt.breakpoints) is not None:
             totals.with_breakpoints_api += 1
-            totals.without_breakpoint += not breakpoints
-            totals.too_many_breakpoints += len(breakpoints) > MOST_BREAKPOINTS
+            totals.without_breakpoint += not breakpoints and request.prompt.refused_for is None
+        if (reason := request.prompt.refused_for) is not None:
+            totals.refused.setdefault(reason, Refused(self._logs[-1][1], request.line)).requests += 1
         if request.usage is not None and request.usage.cached_tokens is not None:
-            measured = totals.measured
-            measured.requests += 1
-            measured.prompt_tokens += request.usage.prompt_tokens
-            measured.cached_tokens += request.usage.cached_tokens
-            measured.ideal_tokens += shared_tokens
+            totals.measured.add(request.usage, shared_tokens)
 
     def _look_for_causes(self, request: LoggedRequest, ruler: Ruler, match: Match, reused: list[int]) -> None:
         text, depth = request.prompt.text, match.depth

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from kvire.doctor.causes import ADVICE, Cause
 from kvire.doctor.rules import CacheRules, Reuse, Written
+from kvire.doctor.usage import Usage
 
 MOST_SHOWN_BYTES = 60
 
@@ -54,7 +55,7 @@ class Finding:
 
 @dataclass(slots=True)
 class RuleTotals:
-    """Tokens of all prompts under one provider's rules; see Reuse."""
+    """Tokens of all prompts under one provider's rules, and how many mark too little; see Reuse."""
 
     rules: CacheRules
     cached: int = 0
@@ -63,6 +64,7 @@ class RuleTotals:
     too_short: int = 0
     partial_step: int = 0
     written: Written = field(default_factory=Written)
+    marks_too_little: int = 0
 
     def add(self, reuse: Reuse) -> None:
         """One more prompt."""
@@ -72,6 +74,7 @@ class RuleTotals:
         self.too_short += reuse.too_short
         self.partial_step += reuse.partial_step
         self.written = self.written.plus(reuse.written)
+        self.marks_too_little += reuse.marks_too_little
 
 
 @dataclass(slots=True)
@@ -81,15 +84,38 @@ class Measured:
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    written_tokens: int = 0
     ideal_tokens: int = 0
+
+    def add(self, usage: Usage, ideal_tokens: int = 0) -> None:
+        """One more request."""
+        self.requests += 1
+        self.prompt_tokens += usage.prompt_tokens
+        self.cached_tokens += usage.cached_tokens or 0
+        self.written_tokens += usage.written_tokens
+        self.ideal_tokens += ideal_tokens
+
+
+@dataclass(slots=True)
+class Refused:
+    """Requests that their API refuses for one reason. log, line: of the first."""
+
+    log: str
+    line: int
+    requests: int = 0
 
 
 @dataclass(slots=True)
 class Totals:
-    """The whole log. malformed: lines; malformed_first: the first of them, log, line and reason. incomplete: requests
-    whose prompt is partly kept by the provider; not in any figure. media: images and files, whose tokens are not known.
-    backwards: requests with an earlier time than the one before. first_s, latest_s: the earliest and latest time;
-    last_s: of the last request.
+    """The whole log.
+
+    malformed: lines; malformed_first: the first of them, log, line and reason.
+    incomplete: requests whose prompt is partly kept by the provider; not in any figure.
+    media: images and files, whose tokens are not known.
+    backwards: requests with an earlier time than the one before.
+    first_s, latest_s: the earliest and latest time; last_s: of the last request.
+    refused: by the reason, requests that their API refuses, so that nothing of them is cached.
+    measured: by the usage of the requests; without_prompt: of requests that are in the log by their usage alone.
     """
 
     requests: int = 0
@@ -107,10 +133,11 @@ class Totals:
     last_s: float | None = None
     with_breakpoints_api: int = 0
     without_breakpoint: int = 0
-    too_many_breakpoints: int = 0
+    refused: dict[str, Refused] = field(default_factory=dict)
     apis: dict[str, int] = field(default_factory=dict)
     models: dict[str, int] = field(default_factory=dict)
     measured: Measured = field(default_factory=Measured)
+    without_prompt: Measured = field(default_factory=Measured)
 
 
 @dataclass(frozen=True, slots=True)

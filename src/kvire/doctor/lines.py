@@ -1,9 +1,10 @@
-"""Lines of log files, gzip or not, or of standard input, without holding more than one."""
+"""Lines of log files, gzip or not, or of standard input, without holding more than one; and JSON that spans lines."""
 
 import gzip
+import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -13,6 +14,8 @@ LONGEST_LINE_BYTES = 64 << 20
 GZIP_MAGIC = b"\x1f\x8b"
 # What a line is that is longer than LONGEST_LINE_BYTES: no JSON, so it is counted as malformed.
 TOO_LONG = b"{ too long"
+
+STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]')
 
 
 class Readable(Protocol):
@@ -66,3 +69,34 @@ def _bounded(content: Readable, file: BinaryIO | None, progress: Progress | None
 def _position(file: BinaryIO | None, read: int) -> int:
     """Bytes of the file itself: of a gzip fewer than of its content."""
     return read if file is None else file.tell()
+
+
+def json_values(lines: Iterable[bytes], *, in_array: bool) -> Iterator[bytes]:
+    """The texts of JSON values that may span lines: an array's elements, or objects that follow each other.
+
+    Holds no more than one value; one that is longer than LONGEST_LINE_BYTES, or never ends, is given as TOO_LONG.
+    """
+    outside = 1 if in_array else 0
+    depth = size_bytes = 0
+    value: list[bytes] = []
+    for line in lines:
+        start = 0
+        for token in STRING_OR_BRACKET.finditer(line):
+            mark = token[0][:1]
+            if mark in b"[{":
+                start = token.start() if depth == outside else start
+                depth += 1
+            elif mark in b"]}":
+                depth -= 1
+                if depth == outside:
+                    yield b"\n".join((*value, line[start : token.end()]))
+                    value, size_bytes = [], 0
+            elif depth == outside:
+                yield token[0]
+        if depth > outside:
+            value.append(line[start:])
+            size_bytes += len(line) - start
+            if size_bytes > LONGEST_LINE_BYTES:
+                break
+    if value:
+        yield TOO_LONG

@@ -1,8 +1,9 @@
 """Lines of a request log as requests. What a line is, is seen from its content, line by line.
 
 A request's body may stand alone or be wrapped: {"request" | "body" | "input" | "params": {...}, "response": {...},
-"usage": {...}, "timestamp": ...}, also twice (batch files). Other lines are prompts: a JSON string, {"prompt": ...},
-or, in a file without JSON objects, simply text.
+"usage": {...}, "timestamp": ...}, also twice (batch files), also as JSON in a string. Other lines are prompts: a JSON
+string, {"prompt": ...}, or, in a file without JSON objects, simply text. A file may also be one JSON array of these,
+or have them written over several lines.
 """
 
 import json
@@ -13,18 +14,36 @@ from datetime import UTC, datetime
 from itertools import chain, islice
 from typing import Any
 
-from kvire.doctor import render
+from kvire.doctor import render, translate
+from kvire.doctor.lines import LONGEST_LINE_BYTES, TOO_LONG, json_values
 from kvire.doctor.prompt import Prompt
+from kvire.doctor.transcripts import Transcripts
+from kvire.doctor.usage import Usage, usage_in
 
-WRAPPERS = ("request", "request_body", "body", "input", "params", "kwargs")
-TIMES = ("timestamp", "created", "created_at", "ts", "time", "start_time", "request_time")
+WRAPPERS = (
+    "request",
+    "request_body",
+    "body",
+    "input",
+    "params",
+    "kwargs",
+    "proxy_server_request",  # LiteLLM
+    "inputBodyJson",  # Bedrock's log of invocations
+)
+ANSWERS = ("response", "output", "body", "outputBodyJson", "result", "message", "llm_output", "kwargs", "data")
+# Fields that some logs write as JSON in a string.
+MAY_BE_TEXT = ("messages", "contents", "tools", "metadata", "response", "usage", "model_parameters")
+TIMES = ("timestamp", "created", "created_at", "ts", "time", "start_time", "startTime", "request_time")
 # Fields by which a request goes on with what the provider keeps, or takes text from there, by the kind of body.
 KEPT_BY_PROVIDER = {
     "responses": ("previous_response_id", "conversation", "session", "prompt"),
     "chat": ("session",),
     "completions": ("session",),
+    "gemini": ("cachedContent", "cached_content"),
 }
 MOST_NESTED = 4
+ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*(\{|$)")
+GEMINI_URL = re.compile(r"models/([^/:]+):")
 OPENAI_ROLES = frozenset(("system", "developer", "tool", "function"))
 LOOK_AHEAD_LINES = 20
 # Times in milli-, micro- and nanoseconds are known by their size: as seconds they would lie beyond the year 5000.
@@ -34,19 +53,13 @@ NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?")  # before ISO: "1712123012345" is al
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """What the provider counted. cached_tokens: of the prompt's; None if it did not say. prompt_tokens: all of them,
-    also where the API counts cached ones apart (Anthropic).
-    """
-
-    prompt_tokens: int
-    cached_tokens: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """One prompt of the log. line: its number, from 1. api: what its body looks like. sent_s: seconds since the epoch,
-    None if the line does not say. incomplete: part of the prompt is kept by the provider, not in the log.
+    """One prompt of the log.
+
+    line: its number, from 1; its place where the file is one JSON array.
+    api: the shape of its body.
+    sent_s: seconds since the epoch, None if the line does not say.
+    incomplete: part of the prompt is kept by the provider, not in the log.
     """
 
     line: int
@@ -56,6 +69,18 @@ class LoggedRequest:
     sent_s: float | None = None
     usage: Usage | None = None
     incomplete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedUsage:
+    """What was counted of a request whose prompt is not in the log.
+
+    answer: names the answer; several lines, also of several files, may tell the same one.
+    """
+
+    line: int
+    answer: str
+    usage: Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +95,57 @@ class _NotARequestError(ValueError):
     pass
 
 
-def read_log(lines: Iterable[bytes]) -> Iterator[LoggedRequest | Malformed]:
+Item = LoggedRequest | LoggedUsage | Malformed
+
+
+def read_log(lines: Iterable[bytes]) -> Iterator[Item]:
     """Everything in a log but its empty lines. A body with several prompts gives several requests."""
     rest = iter(lines)
     first = list(islice(rest, LOOK_AHEAD_LINES))
-    is_text = not any(_is_object(line) for line in first) and not _is_json_in_lines(first)
-    for number, line in enumerate(chain(first, rest), 1):
+    transcripts = Transcripts()
+    spread = _spread(first)
+    is_text = spread is None and not any(_is_object(line) for line in first)
+    every: Iterable[bytes] = chain(first, rest)
+    for number, line in enumerate(every if spread is None else json_values(every, in_array=spread == b"["), 1):
         if not line.strip():
             continue
         try:
-            yield from _requests(number, line, is_text=is_text)
+            yield from _requests(number, line, transcripts, is_text=is_text)
         except (_NotARequestError, render.UnknownBodyError) as error:
             yield Malformed(number, str(error))
         except (TypeError, AttributeError, KeyError, RecursionError) as error:
             yield Malformed(number, f"a field has an unexpected type ({type(error).__name__})")
 
 
-def _is_json_in_lines(lines: list[bytes]) -> bool:
-    """Whether a file begins as one JSON value would that is not one line."""
-    start = next((line.strip() for line in lines if line.strip()), b"")
-    return start in {b"[", b"{"} or start.startswith(b"[{")
+def _spread(first: list[bytes]) -> bytes | None:
+    """How a file begins that is not read line by line: "[" for one array, "{" for objects over several lines."""
+    begun = [line.strip() for line in first if line.strip()]
+    if not begun:
+        return None
+    if ARRAY_OF_OBJECTS.match(begun[0]):
+        is_prompts = len(begun) > 1 and _is_json(begun[0])  # an array in each line
+        return None if is_prompts or _is_chat(begun[0]) else b"["
+    return b"{" if begun[0] == b"{" else None
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _is_chat(line: bytes) -> bool:
+    """Whether a line is a list of messages."""
+    try:
+        return _are_messages(json.loads(line))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and "role" in one for one in value)
 
 
 def _is_object(line: bytes) -> bool:
@@ -99,84 +155,148 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def _requests(number: int, line: bytes, *, is_text: bool) -> Iterator[LoggedRequest]:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        if is_text and not line.lstrip().startswith(b"{"):
-            yield LoggedRequest(number, "prompt", "", render.of_text(line.decode("utf-8", "replace")))
-            return
-        raise _NotARequestError("no JSON") from error
-    except RecursionError as error:
-        raise _NotARequestError("nested too deeply") from error
+def _requests(number: int, line: bytes, transcripts: Transcripts, *, is_text: bool) -> Iterator[Item]:
+    value = _value(line)
     if isinstance(value, str):
         yield LoggedRequest(number, "prompt", "", render.of_text(value))
-    elif isinstance(value, list) and value and all(isinstance(one, dict) and "role" in one for one in value):
+    elif _are_messages(value):
         yield LoggedRequest(number, "chat", "", render.of_chat({"messages": value}))
+    elif isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+        for one in value:
+            yield from _from_object(number, one, transcripts)
     elif isinstance(value, dict):
-        yield from _from_object(number, value)
-    elif is_text:
+        yield from _from_object(number, value, transcripts)
+    elif is_text and not line.lstrip().startswith(b"{"):
         yield LoggedRequest(number, "prompt", "", render.of_text(line.decode("utf-8", "replace")))
     else:
-        raise _NotARequestError("JSON, but neither an object nor text")
+        raise _NotARequestError("no JSON" if value is None else "JSON, but neither an object nor text")
 
 
-def _from_object(number: int, value: dict[str, Any]) -> Iterator[LoggedRequest]:
-    levels = [value]
-    while not _is_body(levels[-1]) and len(levels) <= MOST_NESTED:
-        levels.append(_unwrapped(levels[-1]))
-    body = levels[-1]
-    if not _is_body(body):
-        raise _NotARequestError(f"no messages, prompt or input within {MOST_NESTED} wrappers")
-    api = _api(body, levels)
-    match api:
-        case "anthropic":
-            prompts = [render.of_anthropic(body)]
-        case "chat":
-            prompts = [render.of_chat(body)]
-        case "responses":
-            prompts = [render.of_responses(body)]
-        case _:
-            prompts = render.of_completion(body)
+def _value(line: bytes) -> Any:
+    """What a line says in JSON; None if it is none."""
+    if line == TOO_LONG:
+        raise _NotARequestError(f"longer than {LONGEST_LINE_BYTES >> 20} MiB, or JSON that never ends")
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+    except RecursionError as error:
+        raise _NotARequestError("nested too deeply") from error
+
+
+def _from_object(number: int, value: dict[str, Any], transcripts: Transcripts) -> Iterator[Item]:
+    levels = _levels(value)
     answers = [answer for level in levels for answer in _answers(level)]
-    usage = next((found for level in (*levels, *answers) if (found := _usage(level.get("usage")))), None)
-    model = body.get("model") or next((one["model"] for one in (*levels, *answers) if one.get("model")), "")
+    body = levels[-1]
+    if _is_body(body):
+        yield from _from_body(number, body, levels, answers)
+    elif transcripts.is_line(value):
+        if (counted := transcripts.answer(value)) is not None:
+            yield LoggedUsage(number, *counted)
+    elif (usage := usage_in((*answers, *reversed(levels)))) is not None and usage.cached_tokens is not None:
+        name = next((value[field] for field in ("id", "request_id", "requestId") if value.get(field)), f"line {number}")
+        yield LoggedUsage(number, str(name), usage)
+    else:
+        raise _NotARequestError("no messages, prompt or input in it, nor in a request inside it")
+
+
+def _from_body(
+    number: int, body: dict[str, Any], levels: list[dict[str, Any]], answers: list[dict[str, Any]]
+) -> Iterator[LoggedRequest]:
+    parameters = body.get("model_parameters")  # LiteLLM's callbacks keep the tools there
+    body = parameters | body if isinstance(parameters, dict) else body
+    api = _api(body, levels)
+    prompts = _prompts(api, body)
+    usage = usage_in((*answers, *reversed(levels))) if len(prompts) == 1 else None
     for prompt in prompts:
         yield LoggedRequest(
             number,
             api,
-            str(model),
+            _model((body, *levels, *answers)),
             prompt,
             _time(levels, answers),
-            usage if len(prompts) == 1 else None,
+            usage,
             incomplete=any(body.get(name) for name in KEPT_BY_PROVIDER.get(api, ())),
         )
 
 
+def _prompts(api: str, body: dict[str, Any]) -> list[Prompt]:
+    match api:
+        case "anthropic":
+            return [render.of_anthropic(body)]
+        case "converse":
+            return [render.of_anthropic(translate.anthropic_of_converse(body))]
+        case "gemini":
+            return [render.of_chat(translate.chat_of_gemini(body))]
+        case "chat":
+            return [render.of_chat(body)]
+        case "responses":
+            return [render.of_responses(body)]
+    return render.of_completion(body)
+
+
+def _model(parts: Iterable[dict[str, Any]]) -> str:
+    for part in parts:
+        for field in ("model", "modelId", "modelVersion"):
+            if part.get(field):
+                return str(part[field])
+        if found := GEMINI_URL.search(str(part.get("url", ""))):
+            return found[1]
+    return ""
+
+
+def _levels(value: dict[str, Any]) -> list[dict[str, Any]]:
+    """The line, and the objects inside each other down to the request's body, if there is one."""
+    levels = [_opened(value)]
+    while not _is_body(levels[-1]) and len(levels) <= MOST_NESTED:
+        if (inner := _unwrapped(levels[-1])) is None:
+            break
+        levels.append(_opened(inner))
+    return levels
+
+
+def _opened(level: dict[str, Any]) -> dict[str, Any]:
+    """With JSON that stands in strings as what it says."""
+    texts = {name: level[name] for name in MAY_BE_TEXT if isinstance(level.get(name), str)}
+    return level | {name: _parsed(name, text) for name, text in texts.items()} if texts else level
+
+
+def _parsed(name: str, text: str) -> Any:
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise _NotARequestError(f"{name} is no JSON") from error
+
+
 def _is_body(level: dict[str, Any]) -> bool:
-    if isinstance(level.get("messages"), list) or isinstance(level.get("prompt"), (str, list)):
+    if any(isinstance(level.get(name), list) for name in ("messages", "contents")):
+        return True
+    if isinstance(level.get("prompt"), (str, list)):
         return True
     return isinstance(level.get("input"), (str, list)) and not any(
         isinstance(level.get(name), (dict, str)) for name in WRAPPERS if name != "input"
     )
 
 
-def _unwrapped(level: dict[str, Any]) -> dict[str, Any]:
+def _unwrapped(level: dict[str, Any]) -> dict[str, Any] | None:
     for name in WRAPPERS:
         inner = level.get(name)
         if isinstance(inner, str) and inner.lstrip().startswith("{"):
-            try:
-                inner = json.loads(inner)
-            except ValueError as error:
-                raise _NotARequestError(f"{name} is no JSON") from error
-        if isinstance(inner, dict):
+            inner = _parsed(name, inner)
+        if isinstance(inner, dict) and inner:
             return inner
-    raise _NotARequestError("no messages, prompt or input in it, nor in a request inside it")
+    return None
 
 
 def _api(body: dict[str, Any], levels: list[dict[str, Any]]) -> str:
+    if isinstance(body.get("contents"), list):
+        return "gemini"
     if not isinstance(body.get("messages"), list):
         return "completions" if isinstance(body.get("prompt"), (str, list)) else "responses"
+    if _is_converse(body):
+        return "converse"
     url = next((str(level["url"]) for level in levels if level.get("url")), "")
     if (
         "system" in body
@@ -191,6 +311,16 @@ def _api(body: dict[str, Any], levels: list[dict[str, Any]]) -> str:
     return "anthropic" if looks else "chat"
 
 
+def _is_converse(body: dict[str, Any]) -> bool:
+    """Bedrock's own fields, or blocks without a type: there the one field of a block is its kind."""
+    if "toolConfig" in body or "inferenceConfig" in body:
+        return True
+    system = body.get("system")
+    contents = [system, *(message.get("content") for message in body["messages"][:8])]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    return bool(blocks) and all(isinstance(block, dict) and len(block) == 1 for block in blocks)
+
+
 def _has_anthropic_blocks(message: dict[str, Any]) -> bool:
     content = message.get("content")
     return isinstance(content, list) and any(
@@ -199,28 +329,13 @@ def _has_anthropic_blocks(message: dict[str, Any]) -> bool:
     )
 
 
-def _answers(level: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    answer = level.get("response")
-    for _ in range(MOST_NESTED):
-        if not isinstance(answer, dict):
-            return
-        yield answer
-        answer = answer.get("body")
-
-
-def _usage(usage: Any) -> Usage | None:
-    """OpenAI counts cached tokens among the prompt's; Anthropic counts three disjoint numbers; DeepSeek two."""
-    if not isinstance(usage, dict):
-        return None
-    given = usage.get("prompt_tokens", usage.get("input_tokens"))
-    if type(given) is not int or given < 0:
-        return None
-    if "cache_read_input_tokens" in usage or "cache_creation_input_tokens" in usage:
-        read, written = usage.get("cache_read_input_tokens") or 0, usage.get("cache_creation_input_tokens") or 0
-        return Usage(given + read + written, read)
-    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-    cached = details.get("cached_tokens", usage.get("prompt_cache_hit_tokens"))
-    return Usage(given, cached if isinstance(cached, int) else None)
+def _answers(level: dict[str, Any], depth: int = 0) -> Iterator[dict[str, Any]]:
+    """The answer beside a request, and what it wraps."""
+    for name in ANSWERS if depth else ("response", "output"):
+        answer = level.get(name)
+        if isinstance(answer, dict) and depth < MOST_NESTED:
+            yield _opened(answer)
+            yield from _answers(_opened(answer), depth + 1)
 
 
 def _time(levels: list[dict[str, Any]], answers: list[dict[str, Any]]) -> float | None:

@@ -63,6 +63,10 @@ def rules_of(price: Price) -> CacheRules:
 
 
 def _is_named(priced: str, logged: str) -> bool:
-    """Whether a log's model name (with a vendor's prefix, a date, dashes for dots) means a priced model."""
-    plain = re.sub(r"[-@](?:20\d{6}|20\d\d-\d\d-\d\d|latest)$", "", logged.rsplit("/", 1)[-1].lower())
+    """Whether a log's model name means a priced model: with a vendor's and a region's prefix, a date, dashes for dots,
+    Bedrock's version.
+    """
+    plain = re.sub(r"^(?:[a-z-]+\.)?(?:anthropic|amazon|meta)\.", "", logged.rsplit("/", 1)[-1].lower())
+    plain = re.sub(r"-v\d+(?::\d+)*$", "", plain)
+    plain = re.sub(r"[-@](?:20\d{6}|20\d\d-\d\d-\d\d|latest)$", "", plain)
     return plain.replace(".", "-") == priced.replace(".", "-")

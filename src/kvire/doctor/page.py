@@ -16,6 +16,8 @@ def diagnosis_page(values: dict[str, Any]) -> Page:
         page.note(skipped)
     for note in values["notes"]:
         page.note(note)
+    if not values["requests"]:
+        return page
     page.figure(_shares(values), "Shares of all prompt tokens.")
     page.heading("Providers").text(
         "What each cache would give back of these very prompts, and what its rules cost: prefixes that expired, that "

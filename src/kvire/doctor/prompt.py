@@ -29,18 +29,26 @@ KIND_NAMES = {
     MEDIA: "image or file",
     TOKENS: "token ids",
 }
+# Anthropic's limit, and Bedrock's for its cachePoint.
+MOST_BREAKPOINTS = 4
 BEFORE_MESSAGES = frozenset((TOOL, FORMAT, SYSTEM, SETTINGS))
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """text: see above. breakpoints: (end in bytes, seconds to live) of each cache_control, ascending; None where the
-    request's API has none. media: images and files, of which only a digest is in the text.
+    """One prompt.
+
+    text: see above.
+    breakpoints: (end in bytes, seconds to live) of each cache_control, ascending; None where the request's API has
+        none.
+    media: images and files, of which only a digest is in the text.
+    refused_for: why the API refuses these breakpoints, so that the request caches nothing; None if it takes them.
     """
 
     text: bytes
     breakpoints: tuple[tuple[int, int], ...] | None = None
     media: int = 0
+    refused_for: str | None = None
 
 
 class PromptWriter:
@@ -50,6 +58,7 @@ class PromptWriter:
         self._parts: list[str] = []
         self._size_bytes = 0
         self._breakpoints: list[tuple[int, int]] = []
+        self._refused_for: str | None = None
         self.media = 0
 
     def add(self, kind: str, text: str, *, first: bool = True) -> None:
@@ -61,12 +70,24 @@ class PromptWriter:
         self._size_bytes += len(part) if part.isascii() else len(part.encode("utf-8", "surrogatepass"))
 
     def mark(self, ttl_s: int) -> None:
-        """A cache breakpoint here."""
+        """A cache breakpoint here. A second one at the same place changes nothing."""
+        if self._breakpoints and self._breakpoints[-1][0] == self._size_bytes:
+            return
+        if self._breakpoints and self._breakpoints[-1][1] < ttl_s:
+            self.refuse("a breakpoint for an hour stands behind one for five minutes")
         self._breakpoints.append((self._size_bytes, ttl_s))
+        if len(self._breakpoints) > MOST_BREAKPOINTS:
+            self.refuse(f"it has more than {MOST_BREAKPOINTS} breakpoints")
+
+    def refuse(self, reason: str) -> None:
+        """The API refuses the request for this; the first reason is kept."""
+        self._refused_for = self._refused_for or reason
 
     def prompt(self, *, has_breakpoints: bool = False) -> Prompt:
         """What was added. has_breakpoints: whether the API has them, also if there are none."""
         text = "".join(self._parts).encode("utf-8", "surrogatepass")
+        if self._refused_for is not None:
+            return Prompt(text, (), self.media, self._refused_for)
         breakpoints = tuple(self._breakpoints) if has_breakpoints or self._breakpoints else None
         return Prompt(text, breakpoints, self.media)
 

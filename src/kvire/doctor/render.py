@@ -13,7 +13,7 @@ import xxhash
 
 from kvire.doctor import prompt as p
 
-TTL_5M_S, TTL_1H_S = 300, 3600
+TTL_S = {"5m": 300, "1h": 3600}
 ROLES = {
     "system": p.SYSTEM,
     "developer": p.SYSTEM,
@@ -23,6 +23,7 @@ ROLES = {
     "tool": p.RESULT,
     "function": p.RESULT,
 }
+THINKING_TYPES = ("thinking", "redacted_thinking")
 MEDIA_TYPES = ("image", "file", "audio", "video")
 TOKEN_ID_BYTES = 4
 _DIGITS = [chr(0x30 + i) for i in range(64)]
@@ -139,7 +140,7 @@ def _blocks(out: p.PromptWriter, kind: str, blocks: Any) -> None:
                 out.add(kind, _as_text(block.get("text")), first=first)
             case "document" if isinstance(written := _written(block.get("source")), str):
                 out.add(kind, f"{block.get('title') or ''} {block.get('context') or ''} {written}", first=first)
-            case "thinking" | "redacted_thinking":
+            case kind_of_block if kind_of_block in THINKING_TYPES:
                 out.add(p.REASONING, _as_text(block.get("thinking") or block.get("data") or ""))
                 _mark(out, block)
                 continue
@@ -156,9 +157,18 @@ def _blocks(out: p.PromptWriter, kind: str, blocks: Any) -> None:
 
 
 def _mark(out: p.PromptWriter, block: dict[str, Any]) -> None:
+    """A breakpoint, if the block has one; what the API refuses about it is noted (its prompt caching guide)."""
     control = block.get("cache_control")
-    if isinstance(control, dict):
-        out.mark(TTL_1H_S if control.get("ttl") == "1h" else TTL_5M_S)
+    if not isinstance(control, dict):
+        return
+    ttl_s = TTL_S.get(control.get("ttl") or "5m")
+    if control.get("type") != "ephemeral" or ttl_s is None:
+        out.refuse("cache_control has an unknown type or ttl")
+    elif block.get("type") in THINKING_TYPES:
+        out.refuse("a block of thinking has a breakpoint")
+    elif block.get("type") == "text" and not block.get("text"):
+        out.refuse("an empty text block has a breakpoint")
+    out.mark(ttl_s or TTL_S["5m"])
 
 
 def _content(out: p.PromptWriter, kind: str, content: Any, *, name: str = "") -> bool:
@@ -172,8 +182,10 @@ def _content(out: p.PromptWriter, kind: str, content: Any, *, name: str = "") ->
             out.add(kind, name + block["text"], first=first)
         elif block.get("type") == "refusal":
             out.add(kind, _as_text(block.get("refusal")), first=first)
-        else:
+        elif _is_media(block):
             _media(out, block, first=first)
+        else:
+            out.add(kind, _json(_unmarked(block)), first=first)
         _mark(out, block)
         first, name = False, ""
     return first

@@ -15,7 +15,6 @@ from kvire.doctor.tree import Step
 LOOKBACK_POSITIONS = 20
 MARKS = re.compile(PART + rb"(.)", re.DOTALL)
 RUNS = (CALL, RESULT)
-MOST_BREAKPOINTS = 4
 HOUR_S = 3600
 
 
@@ -48,7 +47,9 @@ class Written(NamedTuple):
 
 class Reuse(NamedTuple):
     """Tokens of one prompt: those that a cache gives back, and those that it could have, by what was in the way.
+
     written: where writing is priced; where breakpoints are assumed, by the earlier prompt that this one finds.
+    marks_too_little: whether it has breakpoints, but none ends enough for a cache.
     """
 
     tokens: int
@@ -57,17 +58,19 @@ class Reuse(NamedTuple):
     too_short: int
     partial_step: int
     written: Written
+    marks_too_little: bool = False
 
 
 def reuse(rules: CacheRules, steps: Sequence[Step], prompt: Prompt, ruler: Ruler, now_s: float | None) -> Reuse:
     """What a cache with these rules has of a prompt. now_s: None where times are not known: nothing expires."""
     shared = _shared_tokens(ruler, steps[-1].end if steps else 0)
-    written = Written()
+    written, marks_too_little = Written(), False
     if rules.explicit and prompt.breakpoints is not None:
         ever, alive = _entries(steps, prompt, now_s)
         in_reach, fresh = _shared_tokens(ruler, ever), _shared_tokens(ruler, alive)
         too_old, no_breakpoint = in_reach - fresh, shared - in_reach
         written = _written(rules, prompt, ruler, ruler.before(alive) if rules.whole_steps(fresh) else 0)
+        marks_too_little = bool(prompt.breakpoints) and not _marked(rules, prompt, ruler, 0)
     else:
         # Whoever came by a step came by all before it: the last that is fresh has only fresh ones before it.
         end = next((step.end for step in reversed(steps) if _is_fresh(step.used_s, now_s, rules.ttl_s)), 0)
@@ -78,7 +81,7 @@ def reuse(rules: CacheRules, steps: Sequence[Step], prompt: Prompt, ruler: Ruler
     if rules.explicit and prompt.breakpoints is None:
         written = Written(tokens - min(tokens, _read_before(rules, steps, prompt, ruler, now_s)))
     too_short = fresh if fresh < rules.min_tokens else 0
-    return Reuse(tokens, too_old, no_breakpoint, too_short, fresh - tokens - too_short, written)
+    return Reuse(tokens, too_old, no_breakpoint, too_short, fresh - tokens - too_short, written, marks_too_little)
 
 
 def reuse_after_fix(
@@ -95,8 +98,9 @@ def reuse_after_fix(
         if prompt.breakpoints is None:
             end = whole_parts(prompt.text, reached)
         else:
-            entries = prompt.breakpoints[:MOST_BREAKPOINTS]
-            end = max((at for at, ttl_s in entries if at <= reached and _is_fresh(0.0, age_s, ttl_s)), default=0)
+            end = max(
+                (at for at, ttl_s in prompt.breakpoints if at <= reached and _is_fresh(0.0, age_s, ttl_s)), default=0
+            )
         tokens = max(0, min(tokens, ruler.before(end) - ruler.before(lost_bytes)))
     return rules.whole_steps(min(tokens, ruler.tokens - 1))
 
@@ -119,7 +123,7 @@ def written_after_fix(
 
 def entries_written(steps: Sequence[Step], prompt: Prompt, now_s: float | None) -> list[tuple[int, int]]:
     """What a request with breakpoints leaves in the cache: ends in bytes and seconds to live; 0 for what it read."""
-    entries = dict((prompt.breakpoints or ())[:MOST_BREAKPOINTS])
+    entries = dict(prompt.breakpoints or ())
     _, read = _entries(steps, prompt, now_s)
     if read and read not in entries:
         entries[read] = 0
@@ -144,7 +148,7 @@ def _written(rules: CacheRules, prompt: Prompt, ruler: Ruler, read: int) -> Writ
 
 def _marked(rules: CacheRules, prompt: Prompt, ruler: Ruler, least_s: int) -> int:
     """Tokens up to the last breakpoint for at least so long; 0 if there is none that ends enough for a cache."""
-    marked = max((at for at, ttl_s in (prompt.breakpoints or ())[:MOST_BREAKPOINTS] if ttl_s >= least_s), default=0)
+    marked = max((at for at, ttl_s in (prompt.breakpoints or ()) if ttl_s >= least_s), default=0)
     tokens = ruler.before(marked)
     return tokens if tokens >= rules.min_tokens else 0
 
@@ -164,7 +168,7 @@ def _read_before(rules: CacheRules, steps: Sequence[Step], prompt: Prompt, ruler
 def _entries(steps: Sequence[Step], prompt: Prompt, now_s: float | None) -> tuple[int, int]:
     """The longest prefix that an entry was ever written for and a breakpoint looks back to; the same of those alive."""
     written = alive = 0
-    ends = [end for end, _ in prompt.breakpoints or ()][:MOST_BREAKPOINTS]
+    ends = [end for end, _ in prompt.breakpoints or ()]
     for step in steps:
         if not step.kept_until_s:
             continue

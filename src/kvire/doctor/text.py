@@ -28,6 +28,10 @@ def print_diagnosis(values: dict[str, Any], console: Console) -> None:
 
 def headline(values: dict[str, Any]) -> str:
     """The finding in a sentence or two."""
+    counted_alone = values["without_prompt"]
+    known = "" if counted_alone is None else _counted_alone(counted_alone)
+    if not values["requests"]:
+        return f"No prompt is in the log. {known}"
     ideal, after = values["ideal"]["share"], values["after_fixes"]["share"]
     said = f"{ideal:.1%} of the prompt tokens repeat the beginning of an earlier prompt and could come from a cache."
     if values["findings"]:
@@ -36,11 +40,21 @@ def headline(values: dict[str, Any]) -> str:
         said += f" Really cached, by the log's own usage: {measured['share']:.1%}"
         requests = counted(measured["requests"], "request")
         said += f" (of {measured['ideal_share']:.1%} possible in the {requests} with usage)."
-    return said
+    return f"{said} {known}".strip()
+
+
+def _counted_alone(counted_alone: dict[str, Any]) -> str:
+    requests, tokens = counted(counted_alone["requests"], "request"), counted(counted_alone["prompt_tokens"], "token")
+    return (
+        f"Counted without their prompts: {requests} of {tokens}, {counted_alone['cached_tokens']:,} of them "
+        f"({counted_alone['share']:.1%}) from a cache, {counted_alone['written_tokens']:,} written."
+    )
 
 
 def basis(values: dict[str, Any]) -> str:
     """What the figures rest on."""
+    if not values["requests"]:
+        return "Nothing can be compared without prompts."
     hours = values["hours"]
     time = "" if hours is None else f" over {hours:,.1f} h" if hours >= 1 else f" over {60 * hours:.0f} min"
     tokens = counted(values["prompt_tokens"], "prompt token")
@@ -58,8 +72,9 @@ def malformed(values: dict[str, Any]) -> str | None:
 
 
 def losses(values: dict[str, Any]) -> list[str]:
-    """The providers where caching these prompts costs more than no cache at all, a sentence each."""
-    return [_loss(one) for one in values["providers"] if one["saved_usd"] < 0]
+    """The providers where caching these prompts costs more than none at all, or does nothing; a sentence each."""
+    lost = [_loss(one) for one in values["providers"] if one["saved_usd"] < 0]
+    return lost + [_marks_too_little(one) for one in values["providers"] if one["marks_too_little"]]
 
 
 def provider_rows(values: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -123,6 +138,8 @@ def _blocks(values: dict[str, Any]) -> list[RenderableType]:
     if (skipped := malformed(values)) is not None:
         blocks.append(f"[yellow]{escape(skipped)}[/]")
     blocks += [f"[yellow]{escape(note)}[/]" for note in values["notes"]]
+    if not values["requests"]:
+        return blocks
     blocks.append(_providers(values))
     blocks += [f"[yellow]{escape(line)}[/]" for line in losses(values)]
     if values["findings"]:
@@ -172,6 +189,15 @@ def _loss(provider: dict[str, Any]) -> str:
         f"Caching costs more than it saves as sent to {provider['provider']} {provider['model']}: "
         f"USD {usd(-provider['saved_usd'])} more than without a cache. {written} would be written, dearer than "
         f"input, and only {provider['cached_tokens']:,} found: set breakpoints only behind what comes back."
+    )
+
+
+def _marks_too_little(provider: dict[str, Any]) -> str:
+    requests = counted(provider["marks_too_little"], "request")
+    return (
+        f"As sent to {provider['provider']} {provider['model']}: {requests} with breakpoints that all end before the "
+        f"minimum of {provider['rules']['minimum_tokens']:,} tokens, and without a word nothing is cached. Put one "
+        "behind more text, or none."
     )
 
 

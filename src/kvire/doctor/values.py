@@ -44,6 +44,11 @@ def diagnosis_values(
             "share": _share(totals.ideal_tokens + gained, totals.prompt_tokens),
         },
         "measured": _measured(totals),
+        "without_prompt": _without_prompt(totals),
+        "refused": [
+            {"reason": reason, "requests": one.requests, "log": one.log, "line": one.line}
+            for reason, one in totals.refused.items()
+        ],
         "providers": [_provider(offer, diagnosis.by_rules[offer.rules], totals) for offer in chosen],
         "prices_date": offers.table.date,
         "findings": findings,
@@ -85,10 +90,16 @@ def notes(diagnosis: Diagnosis) -> list[str]:
             "cache_control: nothing of them is cached. Set a breakpoint behind tools and system prompt, "
             "and one at the last message."
         )
-    if totals.too_many_breakpoints:
+    for reason, refused in totals.refused.items():
+        first = f"{refused.line} of {refused.log}" if refused.log else str(refused.line)
         said.append(
-            f"{counted(totals.too_many_breakpoints, 'request')} with more than 4 cache_control breakpoints, which the "
-            "API refuses; the first 4 are counted here."
+            f"{counted(refused.requests, 'request')} that the API refuses, first in line {first}: {reason}. Nothing of "
+            "such a request is cached or written here."
+        )
+    if totals.without_prompt.requests:
+        said.append(
+            f"{counted(totals.without_prompt.requests, 'request')} in the log by what was counted alone (a transcript, "
+            "or a log without prompts): to see where prompts part, log whole requests, at a proxy or in the gateway."
         )
     return said
 
@@ -153,6 +164,7 @@ def _provider(offer: Offer, by_rules: RuleTotals, totals: Totals) -> dict[str, A
             "below_minimum": by_rules.too_short,
             "partial_step": by_rules.partial_step,
         },
+        "marks_too_little": by_rules.marks_too_little,
     }
 
 
@@ -163,8 +175,22 @@ def _measured(totals: Totals) -> dict[str, Any] | None:
     return {
         "requests": measured.requests,
         "cached_tokens": measured.cached_tokens,
+        "written_tokens": measured.written_tokens,
         "share": _share(measured.cached_tokens, measured.prompt_tokens),
         "ideal_share": _share(measured.ideal_tokens, measured.prompt_tokens),
+    }
+
+
+def _without_prompt(totals: Totals) -> dict[str, Any] | None:
+    counted_alone = totals.without_prompt
+    if not counted_alone.requests:
+        return None
+    return {
+        "requests": counted_alone.requests,
+        "prompt_tokens": counted_alone.prompt_tokens,
+        "cached_tokens": counted_alone.cached_tokens,
+        "written_tokens": counted_alone.written_tokens,
+        "share": _share(counted_alone.cached_tokens, counted_alone.prompt_tokens),
     }
 
 

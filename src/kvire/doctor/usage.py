@@ -1,0 +1,149 @@
+"""What a log says was counted of a prompt: every API and gateway names it in its own way, one row of FORMS each."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the provider counted.
+
+    prompt_tokens: all of the prompt's, also where the API counts cached ones apart (Anthropic).
+    cached_tokens: of these, the ones read from a cache; None if the log does not say.
+    written_tokens: of these, the ones written into a cache; 0 if the log does not say.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int | None
+    written_tokens: int = 0
+
+
+class UsageForm(NamedTuple):
+    """Where one kind of record has its counts. A dot leads into an object; of several fields the largest count holds.
+
+    prompt: the prompt's tokens.
+    cached: tokens read from a cache.
+    written: tokens written into a cache.
+    apart: whether `prompt` leaves out what was read and written.
+    """
+
+    prompt: str
+    cached: tuple[str, ...]
+    written: tuple[str, ...] = ()
+    apart: bool = False
+
+
+# The first row of which `prompt` and one of the others are in a record reads it. Gateways mix forms: a record with
+# `prompt_tokens` counts cached ones in it, also where Anthropic's two fields stand beside it (LiteLLM).
+FORMS = (
+    UsageForm(  # OpenAI chat, Azure, OpenRouter, vLLM, SGLang, LiteLLM; then DeepSeek; then Moonshot, Together
+        "prompt_tokens",
+        (
+            "prompt_tokens_details.cached_tokens",
+            "cache_read_input_tokens",
+            "prompt_cache_hit_tokens",
+            "cached_tokens",
+        ),
+        ("prompt_tokens_details.cache_write_tokens", "cache_creation_input_tokens"),
+    ),
+    UsageForm(  # OpenAI responses
+        "input_tokens", ("input_tokens_details.cached_tokens",), ("input_tokens_details.cache_write_tokens",)
+    ),
+    UsageForm("input_tokens", ("input_token_details.cached_tokens",)),  # OpenAI realtime
+    UsageForm(  # LangChain
+        "input_tokens", ("input_token_details.cache_read",), ("input_token_details.cache_creation",)
+    ),
+    UsageForm("input_tokens", ("cache_read_tokens",), ("cache_write_tokens",)),  # pydantic-ai
+    UsageForm("input_tokens", ("cached_input_tokens",)),  # Codex
+    UsageForm(  # Anthropic
+        "input_tokens", ("cache_read_input_tokens",), ("cache_creation_input_tokens",), apart=True
+    ),
+    UsageForm(  # Inspect
+        "input_tokens", ("input_tokens_cache_read",), ("input_tokens_cache_write",), apart=True
+    ),
+    UsageForm(  # Bedrock Converse
+        "inputTokens", ("cacheReadInputTokens",), ("cacheWriteInputTokens",), apart=True
+    ),
+    UsageForm(  # Bedrock's log of invocations
+        "inputTokenCount", ("cacheReadInputTokenCount",), ("cacheWriteInputTokenCount",), apart=True
+    ),
+    UsageForm(  # Vercel's AI SDK 6
+        "inputTokens", ("inputTokenDetails.cacheReadTokens",), ("inputTokenDetails.cacheWriteTokens",)
+    ),
+    UsageForm("inputTokens.total", ("inputTokens.cacheRead",), ("inputTokens.cacheWrite",)),  # one of its providers
+    UsageForm("inputTokens", ("cachedInputTokens",)),  # Vercel's AI SDK 5
+    UsageForm("promptTokenCount", ("cachedContentTokenCount",)),  # Gemini
+    UsageForm("prompt_token_count", ("cached_content_token_count",)),  # Gemini's Python client
+    UsageForm("native_tokens_prompt", ("native_tokens_cached",)),  # OpenRouter's record of a generation
+    UsageForm(  # Langfuse
+        "input",
+        ("cache_read_input_tokens", "input_cached_tokens"),
+        ("cache_creation_input_tokens", "input_cache_creation"),
+        apart=True,
+    ),
+    UsageForm("prompt_n", ("cache_n",), apart=True),  # llama.cpp's timings
+)
+PROMPT_FIELDS = tuple(dict.fromkeys(form.prompt for form in FORMS))
+# Where in a part of a line the record lies; else the part itself may be one.
+PLACES = (
+    "usage",
+    "usage_metadata",
+    "usageMetadata",
+    "usage_details",
+    "usageDetails",
+    "token_usage",
+    "metadata.usage_object",  # LiteLLM's rows of spending
+    "providerMetadata.anthropic.usage",  # Vercel's AI SDK keeps the provider's own there
+    "response_metadata.token_usage",
+    "meta_info",
+    "timings",
+    "data",
+)
+TOTAL_FIELDS = ("total_tokens", "totalTokens")
+ANSWER_FIELDS = ("output_tokens", "completion_tokens", "outputTokens")
+
+
+def read_usage(record: Any) -> Usage | None:
+    """The counts of a record in any of FORMS; None if it counts no prompt."""
+    if not isinstance(record, dict):
+        return None
+    for form in FORMS:
+        given, read, written = (_count(record, fields) for fields in ((form.prompt,), form.cached, form.written))
+        if given is not None and (read is not None or written is not None):
+            beside = (read or 0) + (written or 0)
+            leaves_out = form.apart or _leaves_out(record, given, beside)
+            return Usage(given + beside if leaves_out else given, read or 0, written or 0)
+    given = _count(record, PROMPT_FIELDS)
+    return None if given is None else Usage(given, None)
+
+
+def usage_in(parts: Iterable[dict[str, Any]]) -> Usage | None:
+    """The first record in the parts of a line that counts cached tokens, else the first that counts a prompt."""
+    places = (place for part in parts for place in (*(_at(part, path) for path in PLACES), part))
+    found = [usage for place in places if (usage := read_usage(place))]
+    return next((usage for usage in found if usage.cached_tokens is not None), found[0] if found else None)
+
+
+def _leaves_out(record: dict[str, Any], given: int, beside: int) -> bool:
+    """Whether a count that should hold the cached tokens does not: some clients pass on the provider's own.
+
+    A whole cannot be less than its parts; and a record that has the total of prompt and answer tells it.
+    """
+    if given < beside:
+        return True
+    total, answer = _count(record, TOTAL_FIELDS), _count(record, ANSWER_FIELDS)
+    return beside > 0 and total is not None and answer is not None and total - answer == given + beside
+
+
+def _count(record: dict[str, Any], paths: tuple[str, ...]) -> int | None:
+    """The largest whole number at these places; None if there is none."""
+    found = [value for path in paths if type(value := _at(record, path)) is int and value >= 0]
+    return max(found, default=None)
+
+
+def _at(record: dict[str, Any], path: str) -> Any:
+    value: Any = record
+    for field in path.split("."):
+        value = value.get(field) if isinstance(value, dict) else None
+    return value
