@@ -33,13 +33,24 @@ TENSORS["gemma3"] = TENSORS["qwen3"] | {"post_attention_norm.weight": (HIDDEN,),
 
 
 def make_gguf(
-    path: Path, arch: str = "llama", seed: int = 0, fields: dict[str, Any] | None = None, drop: str = "", pre: str = ""
+    path: Path,
+    arch: str = "llama",
+    seed: int = 0,
+    fields: dict[str, Any] | None = None,
+    drop: str = "",
+    pre: str = "",
+    *,
+    tokenizer: dict[str, Any] | None = None,
+    head: bool = False,
+    tensors_per_part: int = 0,
 ) -> Path:
     """A tiny GGUF: Q8_0 matrices, float32 vectors.
 
     fields: added, or put in place of others, below `arch`. drop: a tensor to leave out. pre: splitting rules.
+    tokenizer: the same as fields, below tokenizer; None leaves one out. head: an output matrix of its own.
+    tensors_per_part: 0 for one file; else the parts lie beside `path`, which is not written.
     """
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_per_part)
     settings: dict[str, Any] = {
         "block_count": LAYERS,
         "context_length": 512,
@@ -56,10 +67,12 @@ def make_gguf(
         settings |= {"attention.sliding_window": 24}
     for name, value in (settings | (fields or {})).items():
         _add(writer, f"{arch}.{name}", value)
-    _add_tokenizer(writer, pre or {"llama": "smollm", "gemma3": "smollm"}.get(arch, "qwen2"))
+    _add_tokenizer(writer, pre or {"llama": "smollm", "gemma3": "smollm"}.get(arch, "qwen2"), tokenizer or {})
     rng = np.random.default_rng(seed)
     tensors = {"token_embd.weight": (len(TOKENS), HIDDEN), "output_norm.weight": (HIDDEN,)}
     tensors |= {f"blk.{i}.{name}": shape for i in range(LAYERS) for name, shape in TENSORS[arch].items()}
+    if head:
+        tensors["output.weight"] = (len(TOKENS), HIDDEN)
     for name, shape in tensors.items():
         if name != drop:
             _add_tensor(writer, name, rng.standard_normal(shape, dtype=np.float32))
@@ -82,15 +95,19 @@ def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
             writer.add_string(name, value)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, pre: str, fields: dict[str, Any]) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(TOKENS)
     writer.add_token_types([1] * (len(TOKENS) - 3) + [3] * 3)
     writer.add_token_merges(["Ġ t", "Ġ Ġ"])
-    writer.add_bos_token_id(len(TOKENS) - 2)
-    writer.add_eos_token_id(len(TOKENS) - 1)
-    writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    usual = {
+        "ggml.bos_token_id": len(TOKENS) - 2,
+        "ggml.eos_token_id": len(TOKENS) - 1,
+        "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    }
+    for name, value in (usual | fields).items():
+        _add(writer, f"tokenizer.{name}", value)
 
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray) -> None:

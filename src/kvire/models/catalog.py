@@ -20,6 +20,7 @@ from kvire.models.families import (
 from kvire.models.gguf import ORIGIN, converted_folder, converted_models, find_converted, gguf_file
 from kvire.models.gguf_config import config_from_gguf
 from kvire.models.gguf_header import GgufHeader
+from kvire.models.gguf_split import gguf_in
 from kvire.models.gguf_tokenizer import check_tokenizer
 from kvire.models.hub import find_in_hub, is_hub_id
 
@@ -90,6 +91,7 @@ def describe(name: str) -> ModelFacts:
     A model that is there but refused is described too, with the reason. Raises ModelNotFoundError.
     """
     path = Path(name).expanduser()
+    path = (gguf_in(path) or path) if path.is_dir() else path
     if path.is_dir():
         return _of_directory(name, path)
     if path.is_file() and path.suffix == ".gguf":
@@ -139,7 +141,7 @@ def _of_gguf(name: str, source: GgufSource) -> ModelFacts:
     folder = converted_folder(source)
     if (folder / ORIGIN).is_file():
         return _of_directory(name, folder)
-    if len(source.files) > 1:
+    if len(source.files) > 1 and not source.split:
         reason = f"not converted yet, so little is known: kvire models pull {name}"
         return _refused(name, source.files[0], "unknown", reason, source.size_bytes, converted=False)
     return _of_header(name, source)
@@ -149,7 +151,7 @@ def _of_header(name: str, source: GgufSource) -> ModelFacts:
     path = source.files[0]
     kind = "unknown"
     try:
-        header = GgufHeader(path)
+        header = GgufHeader(*source.files)
         kind = header.architecture or kind
         config = config_from_gguf(header)
         check_tokenizer(header)

@@ -32,12 +32,19 @@ class EmbeddedModel:
 
 @dataclass(frozen=True, slots=True)
 class GgufSource:
-    """A GGUF, perhaps in pieces. files: to be joined in order. sha256: of the whole, in hex. name: of the model."""
+    """A GGUF, perhaps in pieces.
+
+    name: of the model.
+    files: in order.
+    sha256: of the whole, in hex; of a split one, over the digests of its parts.
+    split: the files are GGUFs themselves, to be read together; else they are pieces to be joined.
+    """
 
     name: str
     files: tuple[Path, ...]
     sha256: str
     if_damaged: str = ""
+    split: bool = False
 
     @property
     def size_bytes(self) -> int:

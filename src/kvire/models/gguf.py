@@ -27,6 +27,7 @@ from kvire.models.families import kv_groups
 from kvire.models.fingerprint import CHUNK_BYTES, file_digest
 from kvire.models.gguf_config import ConfigFields, config_from_gguf
 from kvire.models.gguf_header import GgufHeader
+from kvire.models.gguf_split import gguf_name, gguf_parts
 from kvire.models.gguf_tokenizer import check_tokenizer, tokenizer_from_gguf
 from kvire.models.gguf_weights import converted_bytes, tensor_places, write_weights
 from kvire.models.progress import Progress, silent
@@ -37,11 +38,15 @@ SPARE_BYTES = 64 << 20  # tokenizer, config and what the file system needs
 
 
 def gguf_file(path: Path, progress: Progress = silent) -> GgufSource:
-    """The source for a .gguf that the user names; reads it once to know its digest."""
-    if not path.is_file():
-        raise ModelNotFoundError(f"there is no file {path}")
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.") or "model"
-    return GgufSource(name, (path,), file_digest(path, progress))
+    """The source for a .gguf that the user names, with its other parts; reads all once to know the digest."""
+    files = gguf_parts(path)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", gguf_name(path)).strip("-.") or "model"
+    return GgufSource(name, files, _digest(files, progress), split=len(files) > 1)
+
+
+def _digest(files: tuple[Path, ...], progress: Progress) -> str:
+    digests = [file_digest(path, progress) for path in files]
+    return digests[0] if len(digests) == 1 else sha256(" ".join(digests).encode()).hexdigest()
 
 
 def converted_folder(source: GgufSource) -> Path:
@@ -110,9 +115,9 @@ def find_converted(name: str) -> Path | None:
 
 def _write_model(source: GgufSource, folder: Path, progress: Progress) -> None:
     """Fill `folder` with config, tokenizer and weights. What may be refused comes before what takes long."""
-    path = _whole_file(source, folder, progress)
+    files = _whole_files(source, folder, progress)
     progress("reading the GGUF header", 0, 1)
-    header = GgufHeader(path)
+    header = GgufHeader(*files)
     config = config_from_gguf(header)
     kv_groups(config)  # refuses families
     check_tokenizer(header)
@@ -120,7 +125,7 @@ def _write_model(source: GgufSource, folder: Path, progress: Progress) -> None:
     _need_room(folder, converted_bytes(places, header))
     write_weights(folder, config, header, places, progress)
     progress("building the tokenizer", 0, 1)
-    tokenizer_from_gguf(path, header).save_pretrained(folder)
+    tokenizer_from_gguf(files[0], header).save_pretrained(folder)
     _write_configs(folder, config)
     origin = {
         "name": source.name,
@@ -130,24 +135,24 @@ def _write_model(source: GgufSource, folder: Path, progress: Progress) -> None:
     }
     write_json(folder / ORIGIN, origin)
     header.close()
-    if path.parent == folder:
-        path.unlink()
+    if files[0].parent == folder:
+        files[0].unlink()
 
 
-def _whole_file(source: GgufSource, folder: Path, progress: Progress) -> Path:
-    """The GGUF in one piece, with the digest it should have; pieces are joined inside `folder`."""
-    if len(source.files) == 1:
-        path, digest = source.files[0], file_digest(source.files[0], progress)
+def _whole_files(source: GgufSource, folder: Path, progress: Progress) -> tuple[Path, ...]:
+    """Files that are GGUFs, with the digest that they should have; pieces are joined inside `folder`."""
+    if source.split or len(source.files) == 1:
+        files, digest = source.files, _digest(source.files, progress)
     else:
         _need_room(folder, source.size_bytes)
-        path = folder / "joined.gguf"
-        digest = _join(source, path, progress)
+        files = (folder / "joined.gguf",)
+        digest = _join(source, files[0], progress)
     if digest != source.sha256:
         repair = f" Install it again: {source.if_damaged}" if source.if_damaged else ""
         raise ModelNotFoundError(
             f"{source.files[0]} is not the file it should be (SHA-256 {digest}, expected {source.sha256}).{repair}"
         )
-    return path
+    return files
 
 
 def _join(source: GgufSource, path: Path, progress: Progress) -> str:

@@ -49,26 +49,23 @@ class _BoundedReader(GGUFReader):
 class GgufHeader:
     """Fields and tensors of a GGUF, and which fields have been used: what is left over is refused.
 
+    paths: of one file, or of all parts of a split GGUF in order; the fields are those of the first.
     tensors: the gguf package's records {name, shape (fastest first), tensor_type, data}, data mapped from disk.
     """
 
-    def __init__(self, path: Path) -> None:
-        try:
-            self._reader = _BoundedReader(path)
-        except OSError as error:
-            raise UnsupportedModelError(f"{path} cannot be read as a GGUF: {error}") from error
-        except (
-            ValueError,
-            IndexError,
-            KeyError,
-            TypeError,
-            OverflowError,
-            RecursionError,
-            MemoryError,
-        ) as error:
-            raise UnsupportedModelError(f"{path} is not a sound GGUF ({error}): download it again") from error
+    def __init__(self, *paths: Path) -> None:
+        readers = [_open(path) for path in paths]
+        for i, (path, reader) in enumerate(zip(paths, readers, strict=True)):
+            _check_part(path, reader, i, len(paths))
+        self._reader = readers[0]
         self._used: set[str] = set()
-        self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self.tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+        stated = _number(readers[0], "split.tensors.count", len(self.tensors))
+        if not len(self.tensors) == stated == sum(len(reader.tensors) for reader in readers):
+            raise UnsupportedModelError(
+                f"{paths[0]} and its other parts have {len(self.tensors)} different tensors, and should have {stated}: "
+                "they do not belong together, download them again"
+            )
 
     @property
     def architecture(self) -> str:
@@ -106,3 +103,47 @@ class GgufHeader:
         """Forget the mapped file, so that it can be deleted; `tensors` must not be used after."""
         self.tensors = {}
         del self._reader
+
+
+def _open(path: Path) -> _BoundedReader:
+    try:
+        return _BoundedReader(path)
+    except OSError as error:
+        raise UnsupportedModelError(f"{path} cannot be read as a GGUF: {error}") from error
+    except (
+        ValueError,
+        IndexError,
+        KeyError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+        MemoryError,
+    ) as error:
+        raise UnsupportedModelError(f"{path} is not a sound GGUF ({error}): download it again") from error
+
+
+def _check_part(path: Path, reader: _BoundedReader, place: int, count: int) -> None:
+    """Raise UnsupportedModelError unless the file says that it is this part of so many."""
+    number, parts = _number(reader, "split.no", 0), _number(reader, "split.count", 1)
+    if (number, parts) == (place, count) or (count == 1 and parts == 0):
+        return
+    if count == 1:
+        raise UnsupportedModelError(
+            f"{path} is part {number + 1} of {parts} of a split GGUF, which its name does not say. Give all parts "
+            f"their names NAME-00001-of-{parts:05}.gguf, or join them: llama-gguf-split --merge FIRST-PART WHOLE.gguf"
+        )
+    raise UnsupportedModelError(
+        f"{path} is named as part {place + 1} of {count}, and says that it is part {number + 1} of {parts}: download "
+        "it again"
+    )
+
+
+def _number(reader: _BoundedReader, name: str, default: int) -> int:
+    found = reader.fields.get(name)
+    try:
+        value = default if found is None else found.contents()
+    except (ValueError, IndexError) as error:
+        raise UnsupportedModelError(f"field {name} of the GGUF is damaged ({error})") from error
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UnsupportedModelError(f"the GGUF has {name} = {value!r}: not a number")
+    return value

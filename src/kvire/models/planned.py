@@ -11,6 +11,7 @@ from kvire.models.checkpoint import open_checkpoint, read_config
 from kvire.models.families import has_output_matrix, need_output_matrix
 from kvire.models.gguf_config import config_from_gguf
 from kvire.models.gguf_header import GgufHeader
+from kvire.models.gguf_split import gguf_in, gguf_parts
 from kvire.models.hub import find_config_in_hub, is_hub_id
 from kvire.plan.cards import card, find_card
 from kvire.plan.families.wrappers import INNER, language_model
@@ -25,6 +26,7 @@ def find_model(name: str, say: Callable[[str], None] = lambda _: None) -> Planne
     Raises ModelNotFoundError, or ConfigError naming what of the config is not known.
     """
     path = Path(name).expanduser()
+    path = (gguf_in(path) or path) if path.is_dir() else path
     if path.is_dir():
         return _of_directory(name, path)
     if path.is_file():
@@ -46,7 +48,7 @@ def _of_directory(name: str, path: Path) -> PlannedModel:
 
 def _of_file(name: str, path: Path) -> PlannedModel:
     if path.suffix == ".gguf":
-        header = GgufHeader(path)
+        header = GgufHeader(*gguf_parts(path))
         shape = _counted(_shape(config_from_gguf(header)), header.parameters())
         shape = replace(shape, notes=(*shape.notes, "weights are counted as if unquantised, as the engine keeps them"))
         return PlannedModel(name, path.name, str(path), verified=True, shape=shape)

@@ -6,12 +6,13 @@ from kvire.core.errors import ModelNotFoundError
 from kvire.models.checkpoint import open_checkpoint
 from kvire.models.embedded import EMBEDDED, find_embedded
 from kvire.models.gguf import convert, find_converted, gguf_file, read_origin
+from kvire.models.gguf_split import gguf_in
 from kvire.models.hub import find_in_hub, is_hub_id
 from kvire.models.progress import LateProgress, Progress, silent
 
 
 def resolve(name: str, *, progress: Progress | None = None) -> Path:
-    """The directory of a model. name: a directory, a .gguf file, an embedded model, the folder of an
+    """The directory of a model. name: a directory, a .gguf file or part of one, an embedded model, the folder of an
     earlier conversion (as `kvire models ls` names it), or a hub id org/name.
 
     What exists as a path wins over every other reading. A GGUF is converted into the cache folder the
@@ -21,7 +22,9 @@ def resolve(name: str, *, progress: Progress | None = None) -> Path:
     report = LateProgress(progress) if progress is not None else silent
     path = Path(name).expanduser()
     if path.is_dir():
-        return open_checkpoint(path).path
+        return (
+            open_checkpoint(path).path if (gguf := gguf_in(path)) is None else convert(gguf_file(gguf, report), report)
+        )
     if path.is_file():
         return _from_file(path, report)
     if (embedded := EMBEDDED.get(name)) is not None:
