@@ -18,7 +18,7 @@ from kvire.replay.caches import RankCache
 from kvire.replay.formats import read_trace
 from kvire.replay.policies import policy_named
 from kvire.replay.simulate import ideal, run, run_store
-from kvire.replay.store_tiers import DiskTier, StoreTiers
+from kvire.replay.store_tiers import StoreTier, StoreTiers
 
 TRACES = {
     "conversation": "mooncake_conversation_trace.jsonl",
@@ -30,13 +30,26 @@ POLICIES = ("lru", "store", "lfu", "gdsf", "cost-aware", "s3-fifo", "sieve", "op
 MOST_USES, HOLD_S = (1, 3, 8), (0, 40, 120)
 
 
+class CappedUses:
+    """Frequency with aging, in which more than so many uses count no more."""
+
+    name, about = "capped-uses", "for tuning"
+
+    def __init__(self, most_uses):
+        self._most_uses = most_uses
+
+    def rank(self, uses, start_tokens, last):  # noqa: ARG002 - the protocol's
+        """See EvictionPolicy."""
+        return last + min(uses, self._most_uses)
+
+
 class TunedCache(RankCache):
     """Frequency with aging, and a hold. most_uses: beyond which a use counts no more (1: LRU); what continues a prompt
     at its end inherits its uses. hold_s: within so long of its last use nothing goes; then new blocks are not kept.
     """
 
     def __init__(self, trace, capacity_blocks, most_uses, hold_s):
-        super().__init__(trace, capacity_blocks, lambda uses, _, last: last + min(uses, most_uses))
+        super().__init__(trace, capacity_blocks, CappedUses(most_uses))
         self.hold_s = hold_s
         self.used_s = [0.0] * len(trace.parents)
 
@@ -85,7 +98,9 @@ def measure(folder):
         for half, part in (("tuning", tuning), ("judging", judging)):
             started = time.perf_counter()
             runs = {policy: named(part, policy) for policy in POLICIES}
-            runs["store, disk"] = lambda blocks, part=part: run_store(part, StoreTiers([DiskTier(part, blocks)])).tokens
+            runs["store, disk"] = lambda blocks, part=part: (
+                run_store(part, StoreTiers([StoreTier(part, blocks)])).tokens
+            )
             runs |= {f"uses {most}, hold {hold} s": tuned(part, most, hold) for most, hold in grid}
             found = rates(part, runs)
             tables[name, half] = {

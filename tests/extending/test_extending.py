@@ -11,6 +11,8 @@ from dataclasses import replace
 import pytest
 from codec.samples import SEALED, UNSEALED, block, encoded, frames, read
 from harness.engines import SPEC, Answer, drive, engine_of, tiny_llama
+from replay.traces import random_trace
+from store.blocks import frame_of, records_of
 
 from kvire.attention.cpu import best_attention
 from kvire.codec import codec as codec_module
@@ -21,6 +23,12 @@ from kvire.core.dtypes import KV_DTYPES, KVDType
 from kvire.core.errors import ConfigError, FrameDamaged
 from kvire.core.spec import KVGroup, KVSpec, LayerKind
 from kvire.engine.request import Request, SamplingParams
+from kvire.replay.caches import RankCache
+from kvire.replay.simulate import run, run_store
+from kvire.replay.store_tiers import StoreTier, StoreTiers
+from kvire.store.eviction import policy as policy_module
+from kvire.store.eviction.policy import policies
+from kvire.store.memory import MemoryTier
 
 CODEC = """
 import zlib
@@ -127,3 +135,46 @@ def answer(dtype: str, *, prefix_cache: bool) -> Answer:
     for name in ("first", "second"):
         answers = drive(engine, [Request(name, tuple(range(40)), params)])
     return answers["second", 0]
+
+
+POLICY = '''
+class UsedAgain:
+    """What was used twice goes after all that was used once."""
+
+    name = "used-again"
+    about = "a toy"
+
+    def rank(self, uses, start_tokens, last):
+        return float(uses > 1)
+
+
+POLICY = UsedAgain
+'''
+
+
+@pytest.fixture
+def add_policy(add_file):
+    add_file(policy_module.FOLDER, "used_again", POLICY)
+    policies.cache_clear()
+    yield policies()["used-again"]
+    policies.cache_clear()
+
+
+def test_an_eviction_policy_is_a_file(add_policy):
+    """The store's memory tier and both forms of the replay run it as it is."""
+    trace = random_trace(3, requests=120)
+    hits = [
+        run_store(trace, StoreTiers([StoreTier(trace, 12, add_policy)])).tokens,
+        run(trace, RankCache(trace, 12, add_policy)).tokens,
+    ]
+    assert hits[0] == hits[1] != run(trace, RankCache(trace, 12, policies()["lru"])).tokens
+    tier = MemoryTier(3 * 4096, policy=add_policy)
+    again, once, new = ([*records_of(range(start, start + 16), kv_bytes=600)] for start in (0, 100, 200))
+    for record in (*again, *once):
+        tier.write(record, frame_of(record), b"t" * 16)
+    for record in (*again, *again, *once):
+        tier.touch([record.id])
+    for record in (*new, *records_of(range(300, 316), kv_bytes=600)):
+        tier.write(record, frame_of(record), b"t" * 16)
+    assert [tier.held([record.id])[0] for record in (*again, *once)] == [True, False]
+    tier.close()

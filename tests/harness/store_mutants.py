@@ -19,7 +19,7 @@ from kvire.store import level
 from kvire.store.disk import DiskTier
 from kvire.store.disk_folder import DiskFolder
 from kvire.store.epochs import Epochs
-from kvire.store.eviction import EvictionOrder
+from kvire.store.eviction.order import EvictionOrder
 from kvire.store.explain import Explainer
 from kvire.store.keyring import Keyring
 from kvire.store.level import Level
@@ -279,23 +279,23 @@ def parents_go_first(patch: pytest.MonkeyPatch) -> None:
         slots = [slot for slot in slots if self.tenants[slot.tenant_tag] is use]
         if not slots:
             return None
-        oldest = min(slots, key=lambda slot: slot.stamp)
+        oldest = min(slots, key=lambda slot: slot.order)
         oldest.queued = False
         return oldest
 
-    patch.setattr(EvictionOrder, "_oldest", broken)
+    patch.setattr(EvictionOrder, "_first", broken)
 
 
 def one_tenant_may_evict_all(patch: pytest.MonkeyPatch) -> None:
     """Who takes how much does not matter."""
     victims = EvictionOrder.victims
 
-    def broken(self, missing_bytes, tenant_tag, written):
+    def broken(self, missing_bytes, tenant_tag, written, parent):
         used = {tag: use.used_bytes for tag, use in self.tenants.items()}
         for tag, use in self.tenants.items():
             use.used_bytes = 1 << 40 if tag != tenant_tag else 0
         try:
-            return victims(self, missing_bytes, tenant_tag, written)
+            return victims(self, missing_bytes, tenant_tag, written, parent)
         finally:
             for tag, use in self.tenants.items():
                 use.used_bytes = used[tag]

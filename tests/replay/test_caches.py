@@ -4,11 +4,22 @@ import pytest
 from replay.traces import random_trace
 
 from kvire.replay.caches import RankCache, S3FifoCache, SieveCache, TtlCache
+from kvire.store.eviction.policy import policies
+
+
+class DearEnds:
+    """A policy to which the end of a prompt is dear."""
+
+    name, about = "dear ends", "a toy"
+
+    def rank(self, uses, start_tokens, last):
+        return last + uses * (1 + start_tokens / 10)
+
 
 CACHES = {
-    "lru": RankCache,
-    "lfu": lambda trace, blocks: RankCache(trace, blocks, lambda uses, *_: uses),
-    "dear ends": lambda trace, blocks: RankCache(trace, blocks, lambda uses, depth, last: last + uses * (1 + depth)),
+    "lru": lambda trace, blocks: RankCache(trace, blocks, policies()["lru"]),
+    "lfu": lambda trace, blocks: RankCache(trace, blocks, policies()["lfu"]),
+    "dear ends": lambda trace, blocks: RankCache(trace, blocks, DearEnds()),
     "ttl": lambda trace, blocks: TtlCache(trace, blocks, 9.0),
     "s3-fifo": S3FifoCache,
     "sieve": SieveCache,

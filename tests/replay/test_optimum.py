@@ -10,7 +10,7 @@ from replay.traces import random_trace, trace_of
 from kvire.replay.optimum import ceiling_tokens
 from kvire.replay.policies import POLICIES, policy_named
 from kvire.replay.simulate import ideal, run_store
-from kvire.replay.store_tiers import DiskTier, MemoryTier, StoreTiers, records_of
+from kvire.replay.store_tiers import StoreTier, StoreTiers
 
 CHAINS = st.lists(
     st.tuples(st.text("abc", min_size=1, max_size=5), st.integers(0, 11)), min_size=1, max_size=30
@@ -29,7 +29,7 @@ def test_no_policy_is_above_it(chains, blocks):
     assert best <= ideal(trace).tokens
     for name in [*POLICIES, "ttl=3"]:
         assert policy_named(name)(trace, blocks, lambda _: None).tokens <= best, name
-    store = StoreTiers([MemoryTier(trace, 1, records_of(trace)), DiskTier(trace, max(1, blocks - 1))])
+    store = StoreTiers([StoreTier(trace, 1), StoreTier(trace, max(1, blocks - 1))])
     assert run_store(trace, store).tokens <= ceiling_tokens(trace, 1 + max(1, blocks - 1))
 
 

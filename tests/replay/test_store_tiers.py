@@ -12,7 +12,8 @@ from kvire.replay import store_tiers as simulated
 from kvire.replay.caches import RankCache
 from kvire.replay.simulate import run, run_store
 from kvire.store.disk import DiskTier
-from kvire.store.eviction import EvictionOrder
+from kvire.store.eviction.order import EvictionOrder
+from kvire.store.eviction.policy import policies
 from kvire.store.memory import MemoryTier
 
 TAG = b"t" * 16
@@ -43,7 +44,6 @@ def drive(tier, chain, *, touched=True):
 
 def drive_simulated(tier, blocks, *, touched):
     """The same against a simulated one."""
-    tier.begin()
     held = [*map(tier.holds, blocks), False]
     count = held.index(False)
     for block in blocks[count:]:
@@ -71,7 +71,7 @@ def test_the_memory_tier(seed, blocks):
     tier = MemoryTier(blocks * UNIT)
     real = [drive(tier, chain) for chain in chains_of(trace, kv_bytes=600)]
     tier.close()
-    memory = simulated.MemoryTier(trace, blocks, simulated.records_of(trace))
+    memory = simulated.StoreTier(trace, blocks)
     assert real == found(trace, simulated.StoreTiers([memory]))
     assert any(real) and tier.stats().evictions["room"]
 
@@ -98,7 +98,7 @@ def test_the_disk_tier(tmp_path):
             clock += 100.0
             real.append(drive(tier, chain, touched=end))
         evicted = tier.stats().evictions["room"]
-    disk = simulated.DiskTier(trace, blocks)
+    disk = simulated.StoreTier(trace, blocks)
     requests = zip(trace.requests, ended, strict=True)
     assert real == [drive_simulated(disk, request.blocks, touched=end) for request, end in requests]
     assert sum(real) > 50 and evicted > 50
@@ -115,7 +115,7 @@ def test_a_prompt_longer_than_the_disk_tier_keeps_its_beginning(tmp_path):
             clock += 100.0
             real.append(drive(tier, chain))
         assert tier.stats().refused["full"] > 20
-    assert real == found(trace, simulated.StoreTiers([simulated.DiskTier(trace, blocks)]))
+    assert real == found(trace, simulated.StoreTiers([simulated.StoreTier(trace, blocks)]))
     assert real[-2:] == [blocks, blocks], "the others made room, its own beginning did not"
 
 
@@ -123,8 +123,8 @@ def test_a_store_of_two_tiers(tmp_path):
     """Promotion, write-through and touches of a real TieredStore, block by block and tier by tier."""
     trace = random_trace(6, requests=40)
     fast, slow = MemoryTier(6 * UNIT), DiskTier(tmp_path / "disk", 16 * MIB)
-    memory = simulated.MemoryTier(trace, 6, simulated.records_of(trace))
-    store = simulated.StoreTiers([memory, simulated.DiskTier(trace, 1000)])
+    memory = simulated.StoreTier(trace, 6)
+    store = simulated.StoreTiers([memory, simulated.StoreTier(trace, 1000)])
     names = {"memory": 0, "disk": 1}
     both = 0
     with open_store(tmp_path, fast, slow, readers=1) as real:
@@ -143,10 +143,8 @@ def test_a_store_of_two_tiers(tmp_path):
     assert both > 5
 
 
-def hit_tokens(trace, blocks):
-    return run_store(
-        trace, simulated.StoreTiers([simulated.MemoryTier(trace, blocks, simulated.records_of(trace))])
-    ).tokens
+def hit_tokens(trace, blocks, policy=None):
+    return run_store(trace, simulated.StoreTiers([simulated.StoreTier(trace, blocks, policy)])).tokens
 
 
 def nobody_touches(self, slots):
@@ -154,14 +152,14 @@ def nobody_touches(self, slots):
 
 
 def newest_first(self, use):
-    slots = [slot for slot in self.index.values() if slot.queued and slot.record.id.key not in self.children]
-    slot = max(slots, key=lambda slot: slot.stamp)
+    slots = [slot for slot in self.index.values() if slot.queued and slot.id.key not in self.children]
+    slot = max(slots, key=lambda slot: slot.order)
     slot.queued = False
     return slot
 
 
 def parents_first(self, use):
-    slot = min((s for s in self.index.values() if s.queued), key=lambda s: (s.stamp, s.record.index))
+    slot = min((s for s in self.index.values() if s.queued), key=lambda s: (s.order, s.index))
     slot.queued = False
     return slot
 
@@ -178,8 +176,8 @@ TURNS = [OFTEN, COLD[0]] * 20  # in 6 blocks, the first two of the other one sta
     ("name", "replacement", "chains", "blocks", "tokens"),
     [
         ("touch", nobody_touches, HOT_AND_COLD, 12, 29 * 40),
-        ("_oldest", newest_first, HOT_AND_COLD, 12, 29 * 40),
-        ("_oldest", parents_first, TURNS, 6, 38 * 20),
+        ("_first", newest_first, HOT_AND_COLD, 12, 29 * 40),
+        ("_first", parents_first, TURNS, 6, 38 * 20),
     ],
 )
 def test_a_store_that_evicts_worse_shows(name, replacement, chains, blocks, tokens, monkeypatch):
@@ -190,19 +188,20 @@ def test_a_store_that_evicts_worse_shows(name, replacement, chains, blocks, toke
     assert hit_tokens(trace, blocks) < tokens
 
 
+@pytest.mark.parametrize("policy", policies().values(), ids=list(policies()))
 @pytest.mark.parametrize("seed", range(3))
-def test_the_store_is_lru(seed):
-    """With prompts that fit, the store's memory tier hits what textbook LRU over chains hits."""
+def test_the_store_and_the_fast_replay_hit_the_same(seed, policy):
+    """With prompts that fit: the order of the store's tiers, and the same policy over whole requests."""
     trace = random_trace(seed, requests=200)
     for blocks in (12, 20, 30):
-        assert hit_tokens(trace, blocks) == run(trace, RankCache(trace, blocks)).tokens
+        assert hit_tokens(trace, blocks, policy) == run(trace, RankCache(trace, blocks, policy)).tokens
 
 
 def test_a_prompt_that_does_not_fit_keeps_its_beginning():
     """Its end would be of no use, and would cost the beginning."""
     names = tuple(range(30))
     trace = trace_of([(names, 301), (names, 301), ((*names[:4], "other"), 51), (names, 301)])
-    memory = simulated.MemoryTier(trace, 10, simulated.records_of(trace))
+    memory = simulated.StoreTier(trace, 10)
     assert found(trace, simulated.StoreTiers([memory])) == [0, 10, 4, 9]
 
 

@@ -328,3 +328,16 @@ def test_children_come_newest_first_and_contents_lead_to_their_namespaces():
     head = memoryview(bytearray(100))
     assert tier.peek(trunk.id, head) == 100
     assert bytes(head) == bytes(frame_of(trunk))[:100]
+
+
+def test_nothing_goes_that_a_block_being_read_continues():
+    """However far before it: the end of a prompt is of no use without its beginning."""
+    tier = MemoryTier(5 * ROOM)
+    long, others = chain(4), [record for seed in range(1, 5) for record in chain(1, seed)]
+    for record in long:
+        assert put(tier, record)
+    with tier.lent([long[-1].id]):
+        for record in others:
+            put(tier, record)
+        assert held(tier, long) == [True] * 4
+    tier.close()

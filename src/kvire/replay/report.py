@@ -7,7 +7,7 @@ from typing import Any
 from kvire.core.errors import ConfigError
 from kvire.replay.policies import policy_named
 from kvire.replay.simulate import Hits, Progress, ideal, run_store
-from kvire.replay.store_tiers import DiskTier, MemoryTier, StoreTier, StoreTiers, records_of
+from kvire.replay.store_tiers import StoreTier, StoreTiers
 from kvire.replay.trace import Trace
 
 SCHEMA = "kvire.replay/1"
@@ -69,7 +69,7 @@ def build_tiers(
         sum(tier.size.tokens for tier in tiers),
         None if any(tier.size.bytes is None for tier in tiers) else sum(tier.size.bytes or 0 for tier in tiers),
     )
-    store = StoreTiers([_tier(trace, tier) for tier in tiers])
+    store = StoreTiers([StoreTier(trace, _blocks(trace, tier.size)) for tier in tiers])
     hits = run_store(trace, store, _progress(report, "store", len(trace.requests)))
     point = _point(trace, together, hits)
     point["hit_rate_by_tier"] = {
@@ -123,11 +123,6 @@ def _blocks(trace: Trace, size: Size) -> int:
     if size.tokens < trace.block_tokens:
         raise ConfigError(f"a capacity of {size.tokens:,} tokens holds no block: one has {trace.block_tokens} tokens")
     return size.tokens // trace.block_tokens
-
-
-def _tier(trace: Trace, tier: TierSize) -> StoreTier:
-    blocks = _blocks(trace, tier.size)
-    return MemoryTier(trace, blocks, records_of(trace)) if tier.name == "memory" else DiskTier(trace, blocks)
 
 
 def _progress(report: Report, stage: str, total: int) -> Progress:

@@ -8,7 +8,7 @@ from kvire.store.disk_folder import DiskFolder
 from kvire.store.disk_index import MAKING, READY, JournalFullError, Run
 from kvire.store.disk_room import OWN_PROMPT, Evicted, Segment
 from kvire.store.disk_segments import Head
-from kvire.store.eviction import CutOff
+from kvire.store.eviction.order import CutOff
 from kvire.store.files import NO_SPACE
 
 DAY_S = 86_400

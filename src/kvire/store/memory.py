@@ -1,4 +1,4 @@
-"""The memory tier: frames in one arena of this process, with a hard limit. eviction.py says who makes room.
+"""The memory tier: frames in one arena of this process, with a hard limit. eviction/ says which blocks make room.
 
 A block that is being read keeps its bytes until the read ends, whatever becomes of it meanwhile. Beside the arena each
 block costs about 1 KiB of index.
@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -16,12 +16,38 @@ from kvire.core.errors import BlockMissing, FrameDamaged, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
 from kvire.store.arena import Arena, Extent
-from kvire.store.eviction import EvictionOrder, Slot, TenantUse
+from kvire.store.eviction.order import Candidate, EvictionOrder, TenantUse
+from kvire.store.eviction.policy import EvictionPolicy
 from kvire.store.tier import Buffer, Entry, TierKind, TierStats
 
 SWEEP_S = 1.0  # expired blocks are invisible at once; their memory comes back this much later, with the next write
 
 Fill = Callable[[Sequence[Buffer]], int]  # as Tier.read: fills the buffers with a frame, returns its length
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Slot(Candidate):
+    """One stored block and where its frame lies.
+
+    extents: of the arena; empty once given back.
+    created: seconds since the epoch, to be shown.
+    used_s: time of the last use on the monotonic clock, from which ttl_s counts.
+    """
+
+    record: BlockRecord
+    extents: list[Extent]
+    frame_bytes: int
+    created: float
+    ttl_s: float | None
+    used_s: float
+
+    def is_alive(self, now: float) -> bool:
+        """Whether it has not expired."""
+        return (expires_s := self.expires_s()) is None or now < expires_s
+
+    def expires_s(self) -> float | None:
+        """When it does, on the monotonic clock."""
+        return None if self.ttl_s is None or self.pinned else self.used_s + self.ttl_s
 
 
 @runtime_checkable
@@ -33,6 +59,7 @@ class Evicting(Protocol):
 
 class MemoryTier:
     """A Tier in memory. capacity_bytes: hard limit of all frames together. clock: seconds that never jump.
+    policy: which block is worth least, LRU by default.
 
     on_evict: called, outside all locks, for each block that has to make room, and before its bytes are reused.
     Raises StoreError if the system refuses so much memory.
@@ -42,14 +69,15 @@ class MemoryTier:
     local = True
 
     def __init__(
-        self, capacity_bytes: int, *, name: str = "memory", clock: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, capacity_bytes: int, *, name: str = "memory", clock: Callable[[], float] = time.monotonic,
+        policy: EvictionPolicy | None = None,
+    ) -> None:  # fmt: skip
         self.name = name
         self.on_evict: Callable[[BlockRecord, Fill], None] | None = None
         self._clock = clock
         self._arena = Arena(capacity_bytes)
         self._lock = threading.Lock()
-        self._order = EvictionOrder()
+        self._order: EvictionOrder[Slot] = EvictionOrder(policy)
         self._contents: dict[bytes, dict[BlockId, None]] = {}
         self._epoch_s = time.time() - clock()  # to show times of the clock as times of the day
         self._sweep_at = clock()
@@ -88,7 +116,12 @@ class MemoryTier:
         if (extents := self._make_room(Arena.rounded(len(frame)), tenant_tag, record)) is None:
             return False
         self._arena.write(extents, frame)  # outside the lock: nobody else knows of them yet
-        slot = Slot(record, tenant_tag, extents, len(frame), time.time(), ttl_s, used_s=self._clock())
+        slot = Slot(
+            record.id, record.parent, record.index, record.index * len(record.token_ids), tenant_tag,
+            sum(extent.length for extent in extents),
+            record=record, extents=extents, frame_bytes=len(frame), created=time.time(), ttl_s=ttl_s,
+            used_s=self._clock(),
+        )  # fmt: skip
         with self._lock:
             if self._closed:
                 self._arena.give_back(extents)
@@ -195,7 +228,8 @@ class MemoryTier:
                     return extents
                 victims: list[Slot] = []
                 if size_bytes <= self._arena.capacity_bytes:
-                    victims = self._order.victims(size_bytes - self._arena.free_bytes, tenant_tag, record)
+                    missing_bytes = size_bytes - self._arena.free_bytes
+                    victims = self._order.victims(missing_bytes, tenant_tag, record.id.key, record.parent)
                 if not victims:
                     too_long = size_bytes > self._arena.capacity_bytes or record.id.key in self._order.cut_off
                     reason = "quota" if self._order.compete else "pinned"

@@ -1,13 +1,15 @@
-"""Which blocks make room: unused longest, children before parents, from whoever takes most. No bytes here."""
+"""Which blocks make room: those of the least rank, children before parents, from the tenant that takes most."""
 
 import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from kvire.core.keys import BlockKey
-from kvire.core.record import BlockId, BlockRecord
-from kvire.store.arena import Extent
+from kvire.core.record import BlockId
+from kvire.store.eviction.policies.lru import LeastRecentlyUsed
+from kvire.store.eviction.policy import EvictionPolicy
 
 MOST_CUT_OFF = 1024  # blocks without room that are remembered
 
@@ -36,55 +38,55 @@ class CutOff:
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
-    """One stored block. stamp orders uses; the clock only counts for expiry. extents: empty once given back."""
+class Candidate:
+    """One stored block, as far as eviction is concerned.
 
-    record: BlockRecord
+    index, start_tokens: which block of its prompt, and the tokens before it.
+    taken_bytes: what its going frees.
+    readers: reads under way; it does not go meanwhile.
+    uses, order: how often it was used since it came; its rank and the time of its last use, which decide who goes.
+    indexed, queued: whether it is in the order, and in the heap of its tenant.
+    """
+
+    id: BlockId
+    parent: BlockKey
+    index: int
+    start_tokens: int
     tenant_tag: bytes
-    extents: list[Extent]
-    frame_bytes: int
-    created: float  # since the epoch, to be shown
-    ttl_s: float | None
-    used_s: float = 0.0  # of the monotonic clock
-    stamp: int = 0
+    taken_bytes: int
     pinned: bool = False
     readers: int = 0
+    uses: int = 0
+    order: tuple[float, int] = (0.0, 0)
     indexed: bool = False
-    queued: bool = False  # has an item in the heap of its tenant
-
-    @property
-    def taken_bytes(self) -> int:
-        """Of the arena."""
-        return sum([extent.length for extent in self.extents])
-
-    def is_alive(self, now: float) -> bool:
-        """Whether it has not expired."""
-        return (expires_s := self.expires_s()) is None or now < expires_s
-
-    def expires_s(self) -> float | None:
-        """When it does, on the monotonic clock."""
-        return None if self.ttl_s is None or self.pinned else self.used_s + self.ttl_s
+    queued: bool = False
 
 
 @dataclass(slots=True)
 class TenantUse:
-    """What one tenant takes, and how many of its blocks had to make room."""
+    """What one tenant takes, and how many of its blocks had to make room. heap: order, -index, tie, block."""
 
     used_bytes: int = 0
     blocks: int = 0
     evictions: int = 0
-    heap: list[tuple[int, int, int, Slot]] = field(default_factory=list, repr=False)  # stamp, -index, tie, slot
+    heap: list[tuple[tuple[float, int], int, int, Any]] = field(default_factory=list, repr=False)
 
 
-class EvictionOrder:
-    """Slots by tenant in the order in which they would go. Not thread-safe.
+Block = TypeVar("Block", bound=Candidate)
 
-    A parent was used whenever a child was, of any group: its stamp is raised when it comes up before one. A single
+
+class EvictionOrder(Generic[Block]):
+    """Blocks by tenant in the order in which they would go. Not thread-safe.
+
+    A parent was used whenever a child was, of any group: its order is raised when it comes up before one. A single
     tenant gets all there is; several get equal shares when they compete.
     """
 
-    def __init__(self) -> None:
-        self.index: dict[BlockId, Slot] = {}
+    def __init__(self, policy: EvictionPolicy | None = None) -> None:
+        """policy: LRU by default."""
+        self._policy = policy or LeastRecentlyUsed()
+        self._last_rank = 0.0
+        self.index: dict[BlockId, Block] = {}
         self.children: dict[BlockKey, dict[BlockId, None]] = {}  # by parent, oldest first
         self.tenants: dict[bytes, TenantUse] = {}
         self._groups: set[int] = set()  # that were ever here
@@ -97,32 +99,33 @@ class EvictionOrder:
         """Whether more than one tenant has blocks."""
         return sum(use.blocks > 0 for use in self.tenants.values()) > 1
 
-    def add(self, slot: Slot) -> None:
+    def add(self, slot: Block) -> None:
         """A block came, used now."""
         use = self.tenants.setdefault(slot.tenant_tag, TenantUse())
         use.used_bytes += slot.taken_bytes
         use.blocks += 1
-        slot.stamp, slot.indexed = self._next_stamp(), True
-        self.index[slot.record.id] = slot
-        self._groups.add(slot.record.id.group)
-        self.cut_off.discard(slot.record.id.key)
-        self.children.setdefault(slot.record.parent, {})[slot.record.id] = None
+        slot.order, slot.indexed = (self._rank(slot), self._next_stamp()), True
+        self.index[slot.id] = slot
+        self._groups.add(slot.id.group)
+        self.cut_off.discard(slot.id.key)
+        self.children.setdefault(slot.parent, {})[slot.id] = None
         self.queue(slot)
 
-    def touch(self, slots: Sequence[Slot]) -> None:
+    def touch(self, slots: Sequence[Block]) -> None:
         """Blocks were used now, together."""
         stamp = self._next_stamp()
         for slot in slots:
-            slot.stamp = stamp
+            slot.uses += 1
+            slot.order = (max(slot.order[0], self._rank(slot)), stamp)
 
-    def remove(self, slot: Slot) -> None:
+    def remove(self, slot: Block) -> None:
         """A block went."""
-        del self.index[slot.record.id]
+        del self.index[slot.id]
         slot.indexed = False
-        siblings = self.children[slot.record.parent]
-        del siblings[slot.record.id]
+        siblings = self.children[slot.parent]
+        del siblings[slot.id]
         if not siblings:
-            del self.children[slot.record.parent]
+            del self.children[slot.parent]
         use = self.tenants[slot.tenant_tag]
         use.used_bytes -= slot.taken_bytes
         use.blocks -= 1
@@ -130,94 +133,106 @@ class EvictionOrder:
             use.heap = [item for item in use.heap if item[3].indexed]
             heapq.heapify(use.heap)
 
-    def queue(self, slot: Slot) -> None:
+    def queue(self, slot: Block) -> None:
         """Let it be evicted some time, if it is not pinned."""
         if slot.indexed and not slot.queued and not slot.pinned:
             slot.queued = True
             self._ties += 1
-            item = (slot.stamp, -slot.record.index, self._ties, slot)
+            item = (slot.order, -slot.index, self._ties, slot)
             heapq.heappush(self.tenants[slot.tenant_tag].heap, item)
 
-    def victims(self, missing_bytes: int, tenant_tag: bytes, written: BlockRecord) -> list[Slot]:
+    def victims(self, missing_bytes: int, tenant_tag: bytes, written: BlockKey, parent: BlockKey) -> list[Block]:
         """Blocks that together free so much, in the order in which they go; none at all if that is not possible.
 
-        written: the block that needs the room; all before it is in use now. If the turn of its parent comes all the
-        same, one prompt fills the tier: nothing goes, neither for it nor for what follows it in that prompt (CutOff).
+        written, parent: the block that needs the room, and the one before it, which is in use now with all before it.
+        If nothing else could go, one prompt fills the tier: nothing goes, neither for the block nor for what follows it
+        in that prompt (CutOff).
         They come from the tenants that take at least as much as the one that writes, most first: nobody below the equal
         share loses anything to somebody above it. The caller removes them, or queues them again.
         """
-        victims: list[Slot] = []
-        if written.parent in self.cut_off:
-            self.cut_off.add(written.id.key)
+        victims: list[Block] = []
+        if parent in self.cut_off:
+            self.cut_off.add(written)
             return []
-        self._use(written.parent)
+        own_prompt = self._hold(parent)
         own = self.tenants.get(tenant_tag)
         own_bytes = own.used_bytes if own else 0
         used = {tag: use.used_bytes for tag, use in self.tenants.items() if use.used_bytes >= own_bytes}
         while missing_bytes > 0 and used:
             largest = max(used, key=lambda tag: (used[tag], tag == tenant_tag))
-            if (slot := self._oldest(self.tenants[largest])) is None:
+            if (slot := self._first(self.tenants[largest])) is None:
                 del used[largest]
                 continue
             victims.append(slot)
-            if slot.record.id.key == written.parent:
-                self.cut_off.add(written.id.key)
-                break
             used[largest] -= slot.taken_bytes
             missing_bytes -= slot.taken_bytes
+        for slot in own_prompt:
+            slot.readers -= 1
         if missing_bytes > 0:
             self._queue_all(victims)
+            if any(slot.queued and not slot.readers for slot in own_prompt):
+                self.cut_off.add(written)
             return []
+        self._last_rank = max(self._last_rank, *(slot.order[0] for slot in victims))
         return victims
 
-    def _oldest(self, use: TenantUse) -> Slot | None:
-        """Take the block unused for longest out of the heap. None: all are pinned or being read."""
-        aside: list[Slot] = []
+    def _first(self, use: TenantUse) -> Block | None:
+        """Take the block that goes first out of the heap. None: all are pinned or being read."""
+        aside: dict[Block, None] = {}
         found = None
         while use.heap and found is None:
-            stamp, _, _, slot = heapq.heappop(use.heap)
+            order, _, _, slot = heapq.heappop(use.heap)
             slot.queued = False
             if not slot.indexed or slot.pinned:
                 continue
-            below = self.children.get(slot.record.id.key)
+            below = self.children.get(slot.id.key)
             children = [self.index[block_id] for block_id in below] if below else []
             self._raise(slot)
-            if slot.stamp > stamp:
+            if slot.order > order:
                 self.queue(slot)
-            elif slot.readers or any(child.queued or child.pinned or child.readers for child in children):
-                aside.append(slot)  # it is being read, or below it there is something that cannot go now
+            elif slot.readers or any(c.queued or c.pinned or c.readers or c in aside for c in children):
+                aside[slot] = None  # it is being read, or below it there is something that cannot go now
             else:
                 found = slot
-        self._queue_all(aside)
+        self._queue_all(list(aside))
         return found
 
-    def _use(self, key: BlockKey) -> None:
-        """The block is in use now, in all its groups, and with it all before it: `_raise`."""
+    def _hold(self, key: BlockKey) -> list[Block]:
+        """The block is in use now, in all its groups, and with it all before it: `_raise`. Nothing of them goes until
+        the caller takes their reader back.
+        """
+        held = []
         stamp = self._next_stamp()
         for group in self._groups:
             if (slot := self.index.get(BlockId(key, group))) is not None:
-                slot.stamp = stamp
+                slot.order = (slot.order[0], stamp)
+                slot.readers += 1
+                held.append(slot)
+        return held
 
-    def _raise(self, slot: Slot) -> None:
+    def _raise(self, slot: Block) -> None:
         """The block was used when the newest of those below it was, and all between them: one pass for a whole prompt,
         not one for each of its blocks.
         """
         path, newest = [slot], slot
         while True:
-            for block_id in self.children.get(path[-1].record.id.key, ()):
+            for block_id in self.children.get(path[-1].id.key, ()):
                 child = self.index[block_id]
-                if child.queued and child.stamp > newest.stamp:
+                if child.queued and child.order > newest.order:
                     newest = child
             if newest is path[-1]:
                 break
             path.append(newest)
         for between in path:
-            between.stamp = newest.stamp
+            between.order = newest.order
+
+    def _rank(self, slot: Block) -> float:
+        return self._policy.rank(slot.uses, slot.start_tokens, self._last_rank)
 
     def _next_stamp(self) -> int:
         self._stamp += 1
         return self._stamp
 
-    def _queue_all(self, slots: Sequence[Slot]) -> None:
+    def _queue_all(self, slots: Sequence[Block]) -> None:
         for slot in slots:
             self.queue(slot)

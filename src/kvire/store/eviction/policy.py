@@ -1,0 +1,37 @@
+"""The protocol of an eviction policy, and the policies there are: one per file of the folder policies."""
+
+from functools import cache
+from typing import ClassVar, Protocol
+
+from kvire.core.discovery import parts
+
+FOLDER = "kvire.store.eviction.policies"
+
+
+class EvictionPolicy(Protocol):
+    """Ranks blocks. The least rank goes first; of equal ranks the block unused longest, then the later one of
+    a prompt.
+
+    Whatever the ranks, a block never goes before one that follows it in a prompt.
+
+    name: for `kvire replay --policy`.
+    about: a line for help texts.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+
+    def rank(self, uses: int, start_tokens: int, last: float) -> float:
+        """Of a block that is used now. Never falls as a block is used again.
+
+        uses: how often the block was used since it came.
+        start_tokens: tokens before it in its prompt.
+        last: the highest rank that ever had to go, 0 at first.
+        """
+
+
+@cache
+def policies() -> dict[str, EvictionPolicy]:
+    """All by name."""
+    found: list[type[EvictionPolicy]] = parts(FOLDER, "POLICY")
+    return {policy.name: policy() for policy in found}
