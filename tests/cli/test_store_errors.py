@@ -11,7 +11,7 @@ from kvire.store.keyring import Keyring
 
 def newer_index(folder: Path) -> None:
     with sqlite3.connect(folder / "index.db") as index:
-        index.execute("PRAGMA user_version = 99")
+        index.executescript("ALTER TABLE written RENAME TO worn; PRAGMA user_version = 99")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from kvire.core.keys import Namespace, field
 from kvire.store import level
 from kvire.store.disk import DiskTier
 from kvire.store.disk_folder import DiskFolder
+from kvire.store.disk_salvage import Salvaged
 from kvire.store.epochs import Epochs
 from kvire.store.eviction.order import EvictionOrder
 from kvire.store.explain import Explainer
@@ -346,4 +347,4 @@ def the_default_size_is_for_all(patch: pytest.MonkeyPatch) -> None:
 
 def a_damaged_index_takes_the_limit_along(patch: pytest.MonkeyPatch) -> None:
     """Whatever was damaged begins like a new store."""
-    patch.setattr(DiskFolder, "_legible_limit", lambda self: None)
+    patch.setattr(DiskFolder, "_legible", lambda self: Salvaged())

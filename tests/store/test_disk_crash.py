@@ -15,6 +15,7 @@ from store.disk_cases import MIB, Files, check_index, get, in_memory, put, recor
 
 from kvire.core.errors import BlockMissing
 from kvire.store.disk import DiskTier
+from kvire.store.files import Answer
 
 PAGE = 4096
 
@@ -67,12 +68,12 @@ class LosingFiles(Files):
         self.unsynced.pop(Path(f"/proc/self/fd/{fd}").readlink().name, None)
         super().sync(fd)
 
-    def execute(self, connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        rows = super().execute(connection, sql, values)
+    def execute(self, connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()) -> Answer:
+        answer = super().execute(connection, sql, values)
         if "wal_checkpoint" in sql:
             [(_, _, path)] = connection.execute("PRAGMA database_list").fetchall()
             self.journal = journal_state(Path(path))
-        return rows
+        return answer
 
 
 def journal_state(index: Path) -> tuple[bytes, int]:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from kvire.core.errors import BlockMissing, FrameDamaged, StoreError, TierUnavailable
 from kvire.store.disk_folder import DiskFolder, no_store
-from kvire.store.disk_index import IndexDamagedError, JournalFullError, is_damage
+from kvire.store.disk_index import JournalFullError, is_damage
+from kvire.store.disk_rows import IndexDamagedError
 from kvire.store.files import Files
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class DiskAccess:
                 self._current(make=True)
         except NotADirectoryError as error:
             raise StoreError(f"{self.path} is not a folder: choose another one for the store") from error
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error, JournalFullError, IndexDamagedError) as error:
             raise StoreError(f"the store in {self.path} cannot be opened: {error}") from error
 
     def reads(self) -> AbstractContextManager[DiskFolder | None]:
@@ -195,7 +196,7 @@ class DiskAccess:
         if damaged:
             log.warning("the index of %s is damaged and made again from its segments: %s", self.path, error)
             with suppress(*ERRORS):
-                folder.remake(folder.current)
+                folder.remake()
 
     def _let_go(self) -> None:
         folder, self._folder = self._folder, None

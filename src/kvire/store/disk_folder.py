@@ -1,6 +1,7 @@
 """One opened folder of a disk tier: its index, its segments, and this process among those that share it.
 
-    lock                  byte 0: whoever makes or remakes the index; the others: one for each process at work
+    lock                  byte 0: whoever makes or remakes the index; the last: whoever writes to it or checkpoints;
+                          the others: one for each process at work
     index.db, -wal, -shm  the index (disk_index.py)
     *.seg                 the segments (disk_segments.py)
 
@@ -15,21 +16,24 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
 from kvire.core.errors import StoreError
-from kvire.store.disk_index import READY, SCANNING, DiskIndex, IndexDamagedError, is_damage
-from kvire.store.disk_room import MIN_CAPACITY_BYTES, Evicted, Room, Segment, journal_bytes_for
+from kvire.store.disk_index import DiskIndex, is_damage
+from kvire.store.disk_room import Evicted, Room, Segment, capacity_for, journal_bytes_for, note_capacity, noted_capacity
+from kvire.store.disk_rows import MOST_OWNERS, READY, SCANNING, IndexDamagedError
+from kvire.store.disk_salvage import Salvaged, salvage
 from kvire.store.disk_segments import SegmentFiles
 from kvire.store.files import Files
 
 log = logging.getLogger(__name__)
 
 INDEX, LOCK = "index.db", "lock"
-INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm")
-MOST_OWNERS = 1 << 40
+INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm", f"{INDEX}-journal")
+MAKING_BYTE, WRITING_BYTE = 0, MOST_OWNERS + 1  # of the lock file
+LOOK_EVERY_S = 0.0005  # whether the other process is done
 LOCK_TIMEOUT_S = 5.0
 
 
@@ -43,7 +47,7 @@ class DiskFolder:
         self.owner = 0
         self.users = 0  # calls under way; it is not retired before they end
         self.stale = False
-        self._guard = Lock()
+        self._guards = {MAKING_BYTE: Lock(), WRITING_BYTE: Lock()}  # among the threads of this process
         self.index: DiskIndex  # set by `open`
         self.capacity_bytes: int  # set by `open`: of the folder, as of then
         self._folder = folder
@@ -80,6 +84,8 @@ class DiskFolder:
 
     def alive(self, owner: int) -> bool:
         """Whether the process of that number is at work."""
+        if not 1 <= owner <= MOST_OWNERS:
+            raise IndexDamagedError("it knows an owner that never was")
         if owner == self.owner or not self.files.lock(self._lock, owner):
             return True
         self.files.unlock(self._lock, owner)
@@ -94,14 +100,15 @@ class DiskFolder:
         evicted.reasons.update(gone.reasons)
         evicted.tenants.update(gone.tenants)
 
-    def remake(self, when: Callable[[], bool]) -> None:
-        """Throw the index away, if `when` still says so when nobody else can; whoever opens the folder makes another.
+    def remake(self) -> None:
+        """Make a new index in place of this damaged one, unless another process did.
 
-        The segments stay: they are taken in again from what lies in them, unless they were removed before.
+        The segments stay: whoever opens the folder takes in again what lies in them.
         """
         with self._alone():
-            if when():
-                self._remove_index()
+            if self.index.is_in_place():
+                left = self._legible()
+                self._make_again(left.capacity_bytes or self.capacity_bytes, left).retire()
 
     def clear(self, keep: tuple[str, ...]) -> None:
         """Remove every segment and the index, but for what is in the tables named in `keep`."""
@@ -132,19 +139,26 @@ class DiskFolder:
                 self.owner = owner
                 return
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> AbstractContextManager[None]:
         """Nobody else, in any process, makes or remakes the index meanwhile."""
+        return self._holding(MAKING_BYTE)
+
+    def _writing(self) -> AbstractContextManager[None]:
+        """Nobody else, in any process, writes to the index or checkpoints it meanwhile."""
+        return self._holding(WRITING_BYTE)
+
+    @contextmanager
+    def _holding(self, byte: int) -> Iterator[None]:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
-        with self._guard:
-            while not self.files.lock(self._lock, 0):
+        with self._guards[byte]:
+            while not self.files.lock(self._lock, byte):
                 if time.monotonic() > deadline:
                     raise TimeoutError(errno.ETIMEDOUT, f"{self.path / LOCK} is held by another process")
-                time.sleep(0.005)
+                time.sleep(LOOK_EVERY_S)
             try:
                 yield
             finally:
-                self.files.unlock(self._lock, 0)
+                self.files.unlock(self._lock, byte)
 
     def _open_or_remake(self, capacity_bytes: int | None, new_bytes: Callable[[Path], int] | None, now: float) -> None:
         try:
@@ -154,11 +168,13 @@ class DiskFolder:
             if not is_damage(error):
                 raise
             log.warning("the index of %s is damaged and made again from its segments: %s", self.path, error)
-            if capacity_bytes is None:
-                capacity_bytes = self._legible_limit()
+            left = self._legible()
             self._close_index()
-            self._remove_index()
-            self._open_index(capacity_bytes, new_bytes)
+            limit_bytes = capacity_bytes or left.capacity_bytes
+            if limit_bytes is None and new_bytes is not None:
+                limit_bytes = new_bytes(self.path)
+            self._make_again(limit_bytes, left).retire()
+            self._open_index(limit_bytes, new_bytes)
             self._compare_segments(now)
 
     def _open_index(self, capacity_bytes: int | None, new_bytes: Callable[[Path], int] | None) -> None:
@@ -167,39 +183,51 @@ class DiskFolder:
                 self.files.unlink(self._folder, name)  # a link somebody put there; SQLite would follow it
         journal_bytes = journal_bytes_for(capacity_bytes or 0)
         if self.files.is_regular(self._folder, INDEX):
-            self.index = DiskIndex(self.files, self.path / INDEX, journal_bytes)
+            self.index = DiskIndex(self.files, self.path / INDEX, journal_bytes, self._writing)
         elif capacity_bytes is None and new_bytes is None:
             raise no_store(self.path)
         else:
             self.index = self._make_index(journal_bytes)
-        stored = self._stored_limit()
-        limit_bytes = stored if capacity_bytes is None else capacity_bytes
+        noted = noted_capacity(self.index.query)
+        limit_bytes = noted if capacity_bytes is None else capacity_bytes
         if limit_bytes is None:
             if new_bytes is None:
                 raise no_store(self.path)
             limit_bytes = new_bytes(self.path)
-        if limit_bytes != stored:
+        if limit_bytes != noted:
             with self.index.transaction() as run:
-                run("INSERT OR REPLACE INTO settings VALUES ('capacity_bytes', ?)", limit_bytes)
+                note_capacity(run, limit_bytes)
         self.capacity_bytes = limit_bytes
         self.index.journal_bytes = journal_bytes_for(limit_bytes)
 
-    def _stored_limit(self) -> int | None:
-        """The limit that the folder's index has; None if it was given none."""
-        rows = self.index.query("SELECT value FROM settings WHERE name = 'capacity_bytes'")
-        return int(rows[0][0]) if rows else None
+    def _legible(self) -> Salvaged:
+        """What an index that is damaged somewhere still says."""
+        return salvage(self.index) if hasattr(self, "index") else Salvaged()
 
-    def _legible_limit(self) -> int | None:
-        """The limit, of an index that is damaged somewhere; None if it cannot be read there."""
-        with suppress(sqlite3.Error, IndexDamagedError, AttributeError, TypeError, ValueError):
-            if (limit_bytes := self._stored_limit()) is not None and limit_bytes >= MIN_CAPACITY_BYTES:
-                return limit_bytes
-        return None
+    def _make_again(self, capacity_bytes: int | None, left: Salvaged) -> DiskIndex:
+        """A new index in place of a damaged one, with what is left of that. capacity_bytes: None for what there is."""
+        limit_bytes = capacity_bytes or self._capacity_for_all()
+        fresh = self._make_index(journal_bytes_for(limit_bytes))
+        try:
+            left.enter(fresh)
+            with fresh.transaction() as run:
+                note_capacity(run, limit_bytes)
+        except BaseException:
+            fresh.retire()
+            raise
+        return fresh
+
+    def _capacity_for_all(self) -> int:
+        """The least limit under which no segment has to go."""
+        found = self.segments.found()
+        slots = [self.segments.slots(segment, slot_bytes) for segment, slot_bytes in found]
+        used_bytes = sum(count * slot_bytes for count, (_, slot_bytes) in zip(slots, found, strict=True))
+        return capacity_for(used_bytes, len(found), sum(slots))
 
     def _make_index(self, journal_bytes: int) -> DiskIndex:
         self._remove_index()
         self.files.close(self.files.create(self._folder, INDEX))  # SQLite's own files get its mode
-        return DiskIndex(self.files, self.path / INDEX, journal_bytes)
+        return DiskIndex(self.files, self.path / INDEX, journal_bytes, self._writing)
 
     def _remove_index(self) -> None:
         for name in INDEX_FILES:
@@ -218,6 +246,9 @@ class DiskFolder:
         with self.room(Evicted()) as room:
             run = room.run
             known = run("SELECT id, slot_bytes, slots, state FROM segments")
+            sizes = {segment: slot_bytes for segment, slot_bytes, _, _ in known}
+            if any(sizes.get(segment, slot_bytes) != slot_bytes for segment, slot_bytes in found):
+                raise IndexDamagedError("a segment's slots are of another size than it says")
             for gone, size, count, state in known:
                 if state in (READY, SCANNING) and not self.segments.exists(gone, size):
                     room.drop(Segment(gone, size, count))

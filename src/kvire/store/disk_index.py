@@ -3,25 +3,36 @@
 Readers never wait for writers (WAL). One transaction at a time writes, in all processes together; each is small, so
 that nobody waits long and the journal stays within its share of the limit. SQLite's own locks hold on one machine
 only: a folder on a network file system cannot be shared between machines.
+
+Nothing that the file says is believed unchecked: disk_rows.py has what each column may hold. An index that says what
+it cannot say, contradicts itself or keeps a statement busy for ever is damaged (`is_damage`), and is made again from
+the segments, which hold the truth.
+
+No process checkpoints while another one commits (`writing`): SQLite before 3.51.3 may lose what was committed when
+both happen at one moment (sqlite.org/wal.html, "The WAL-Reset Bug").
 """
 # ruff: noqa: S608 - nothing but numbers and names of ours is put into a statement's text
 
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from threading import RLock
+from threading import RLock, local
 from typing import Any
 
 from kvire.core.errors import StoreError
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId
+from kvire.store.disk_rows import GONE, READY, IndexDamagedError, check_rows
 from kvire.store.disk_segments import SLOT_BITS
 from kvire.store.files import Files
 
-FORMAT = 1  # of the tables and of the slots; PRAGMA user_version
+# Of the tables and of the slots; PRAGMA user_version. With a new one at least one statement of the schema is another,
+# so that a damaged number is not taken for a newer version.
+FORMAT = 1
 PAGE_BYTES = 4096
 # What the index takes at most per slot, and besides; measured: at most 520 bytes of a full tier (docs/adr/0013).
 SLOT_INDEX_BYTES = 704
@@ -32,8 +43,18 @@ MOST_NAMESPACES, MOST_NAMESPACE_BYTES = 32, 4096
 BUSY_TIMEOUT_S = 5.0
 MOST_ABOVE = 1 << 16  # blocks of one prompt; in a damaged index they may go in a circle
 MOST_ASKED = 400  # ids in one query: SQLite of 2019 takes 999 values
-
-READY, MAKING, SCANNING, GONE = range(4)  # states of a segment
+# A statement that takes more of its thread's time goes round in circles; measured: 0.4 s for the longest prompt.
+STATEMENT_CPU_S = 1.0
+WARMING_CPU_S = 60.0  # it reads all of the index
+INSTRUCTIONS_PER_LOOK = 20_000  # SQLite's, between two looks at the time
+DAMAGE = frozenset({
+    sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_TOOBIG,
+    sqlite3.SQLITE_ERROR, sqlite3.SQLITE_SCHEMA, sqlite3.SQLITE_MISMATCH,  # no statement of ours is at fault
+    sqlite3.SQLITE_CONSTRAINT,  # two tables contradict each other
+    sqlite3.SQLITE_INTERNAL, sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_INTERRUPT,  # see STATEMENT_CPU_S
+})  # fmt: skip
+WAL_VERSION = b"\2\2"  # bytes 18 and 19 of the file: whose write, and read, format is another cannot be written
 
 SCHEMA = f"""
 CREATE TABLE settings (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -72,11 +93,12 @@ END;
 PRAGMA user_version = {FORMAT};
 """
 
+# Blocks that were pinned when the index was lost, until they are found again. Folders of before it came get it too.
+PINS = """
+CREATE TABLE pins (key BLOB NOT NULL, grp INTEGER NOT NULL, PRIMARY KEY (key, grp)) WITHOUT ROWID;
+"""
+
 Run = Callable[..., list[tuple[Any, ...]]]  # run(sql, *values) -> rows
-
-
-class IndexDamagedError(Exception):
-    """The index cannot be read as one: it has to be made again from the segments."""
 
 
 class JournalFullError(Exception):
@@ -98,23 +120,38 @@ class Place:
 
 def is_damage(error: Exception) -> bool:
     """Whether an error says that the file is no good, rather than busy, full or out of reach."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    return isinstance(error, IndexDamagedError) or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    if isinstance(error, IndexDamagedError):
+        return True
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is None:  # Python's own: text that is none
+        return isinstance(error, sqlite3.OperationalError)
+    return code & 0xFF in DAMAGE or code == sqlite3.SQLITE_IOERR_SHORT_READ
+
+
+class _Until(local):
+    """cpu_s: of each thread's own time, when its statement has to be over."""
+
+    cpu_s = float("inf")
 
 
 class DiskIndex:
     """Connections to one index file: one that writes, and as many that read as there are threads reading.
 
-    journal_bytes: what its journal may take. identity: which file it is; another one may lie there later.
+    journal_bytes: what its journal may take. writing: nobody else, in any process, writes or checkpoints meanwhile.
+    identity: which file it is; another one may lie there later.
     """
 
-    def __init__(self, files: Files, path: Path, journal_bytes: int) -> None:
+    def __init__(
+        self, files: Files, path: Path, journal_bytes: int, writing: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self.path = path
         self.journal_bytes = journal_bytes
         self.rows_at_once = max(32, journal_bytes // 2 // (DIRTY_PAGES_PER_ROW * PAGE_BYTES))  # of one transaction
         self.identity = files.identity(path)
         self.lock = RLock()  # held by the thread of this process that writes
         self._files = files
+        self._writing = writing
+        self._until = _Until()
         self._journal = path.with_name(path.name + "-wal")
         self._idle: list[sqlite3.Connection] = []
         self._broken = False
@@ -125,14 +162,14 @@ class DiskIndex:
             self._writer.close()
             raise
 
-    def query(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Rows of one reading statement."""
+    def query(self, sql: str, *values: Any, cpu_s: float = STATEMENT_CPU_S) -> list[tuple[Any, ...]]:
+        """Rows of one reading statement. Raises IndexDamagedError, sqlite3.Error."""
         try:
             connection = self._idle.pop()
         except IndexError:
             connection = self._connect()
         try:
-            rows = self._files.execute(connection, sql, values)
+            rows = self._execute(connection, sql, values, cpu_s)
         except BaseException:
             connection.close()
             raise
@@ -142,7 +179,7 @@ class DiskIndex:
     @contextmanager
     def transaction(self) -> Iterator[Run]:
         """All statements or none. Raises JournalFullError before it begins."""
-        with self.lock:
+        with self.lock, self._writing():
             self._keep_journal_small()
             try:
                 self._run("BEGIN IMMEDIATE")
@@ -154,12 +191,13 @@ class DiskIndex:
 
     def run_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         """One statement for many rows, inside a transaction."""
-        self._files.execute_many(self._writer, sql, rows)
+        with self._watched(STATEMENT_CPU_S):
+            self._files.execute_many(self._writer, sql, rows)
 
     def checkpoint(self, *, truncate: bool = False) -> None:
         """Move the journal into the index, as far as no reader needs it."""
-        with self.lock:
-            self._run(f"PRAGMA wal_checkpoint({'TRUNCATE' if truncate else 'PASSIVE'})")
+        with self.lock, self._writing():
+            self._checkpoint(truncate=truncate)
 
     def needs_checkpoint(self) -> bool:
         """Whether the journal has grown so far that it should be moved soon."""
@@ -167,14 +205,18 @@ class DiskIndex:
 
     def current(self) -> bool:
         """Whether this index still is the one that lies at its path, and can be written as far as is known."""
+        return not self._broken and self.is_in_place()
+
+    def is_in_place(self) -> bool:
+        """Whether this index still is the one that lies at its path."""
         try:
-            return not self._broken and self._files.identity(self.path) == self.identity
+            return self._files.identity(self.path) == self.identity
         except FileNotFoundError:
             return False
 
-    def place(self, block_id: BlockId, now: float) -> Place | None:
-        """Where a block lies."""
-        rows = self.query(
+    def place(self, block_id: BlockId, now: float, run: Run | None = None) -> Place | None:
+        """Where a block lies. run: of the transaction in which to look."""
+        rows = (run or self.query)(
             "SELECT slot, slot_bytes, frame_bytes FROM blocks WHERE key = ? AND grp = ? AND "
             "(expires IS NULL OR expires > ? OR pinned)",
             *block_id,
@@ -220,7 +262,8 @@ class DiskIndex:
 
     def warm(self) -> None:
         """Read what lookups read, so that the first ones need not wait for the disk."""
-        self.query("SELECT count(*) FROM blocks INDEXED BY by_key WHERE key >= x''")
+        warming = "SELECT count(*) AS blocks FROM blocks INDEXED BY by_key WHERE key >= x''"
+        self.query(warming, cpu_s=WARMING_CPU_S)
 
     def retire(self) -> None:
         """Close every connection. Nobody may use it any more."""
@@ -229,44 +272,84 @@ class DiskIndex:
         self._writer.close()
 
     def _run(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        return self._files.execute(self._writer, sql, values)
+        return self._execute(self._writer, sql, values)
+
+    def _execute(
+        self, connection: sqlite3.Connection, sql: str, values: Sequence[Any] = (), cpu_s: float = STATEMENT_CPU_S
+    ) -> list[tuple[Any, ...]]:
+        """The one way to every row: nothing goes past the checks."""
+        with self._watched(cpu_s):
+            answer = self._files.execute(connection, sql, values)
+        check_rows(*answer)
+        return answer.rows
+
+    @contextmanager
+    def _watched(self, cpu_s: float) -> Iterator[None]:
+        """A statement is under way in this thread; what goes wrong with it may be the file's fault."""
+        self._until.cpu_s = time.thread_time() + cpu_s
+        try:
+            yield
+        except UnicodeDecodeError as error:  # text of a damaged schema, in an error that SQLite wants to tell
+            raise IndexDamagedError(str(error)) from error
+        except sqlite3.OperationalError as error:
+            if self._is_no_longer_written(error):
+                raise IndexDamagedError("its first page says that it cannot be written") from error
+            raise
+
+    def _is_no_longer_written(self, error: sqlite3.OperationalError) -> bool:
+        """Whether it is the file's own word that keeps others from writing, and not a disk that is read only."""
+        if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_READONLY:
+            return False
+        return self._files.beginning(self.path, 20)[18:] != WAL_VERSION
 
     def _connect(self) -> sqlite3.Connection:
         connection = self._files.connect(self.path, BUSY_TIMEOUT_S)
         try:
+            connection.set_progress_handler(self._is_late, INSTRUCTIONS_PER_LOOK)
             for pragma in ("mmap_size = 0", "temp_store = MEMORY", "synchronous = NORMAL", "wal_autocheckpoint = 0"):
-                self._files.execute(connection, f"PRAGMA {pragma}")
+                self._execute(connection, f"PRAGMA {pragma}")
         except BaseException:
             connection.close()
             raise
         return connection
 
+    def _is_late(self) -> bool:
+        """Whether this thread's statement goes on for too long; SQLite asks."""
+        return time.thread_time() > self._until.cpu_s
+
     def _prepare(self) -> None:
-        """Make the tables in an empty file; refuse those of another format."""
-        try:
-            [(version,)] = self._run("PRAGMA user_version")
-            if version == 0 and not self._run("SELECT 1 FROM sqlite_master LIMIT 1"):
-                self._run(f"PRAGMA page_size = {PAGE_BYTES}")
-                self._run("PRAGMA journal_mode = WAL")
-                with self.transaction() as run:
-                    for statement in statements(SCHEMA):
-                        run(statement)
-                return
-        except sqlite3.DatabaseError as error:
-            if is_damage(error):
-                raise IndexDamagedError from error
-            raise
-        if version != FORMAT:
+        """Make the tables in an empty file; refuse those of another format. Raises StoreError, IndexDamagedError."""
+        [(version,)] = self._run("PRAGMA user_version")
+        found = dict(self._run("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
+        if version == 0 and not found:
+            self._run(f"PRAGMA page_size = {PAGE_BYTES}")
+            self._run("PRAGMA journal_mode = WAL")
+            self._make(SCHEMA + PINS)
+            return
+        is_ours = schema().items() <= found.items()
+        if version != FORMAT and not is_ours:
             raise StoreError(
                 f"{self.path} was written by another version of Kvire (format {version}, this one has {FORMAT}): "
                 "choose another folder, or delete this one"
             )
+        if version != FORMAT or not is_ours or self._run("PRAGMA journal_mode") != [("wal",)]:
+            raise IndexDamagedError("it is not as it was made")
+        if not schema(PINS).items() <= found.items():
+            self._make("DROP TABLE IF EXISTS pins;\n" + PINS)
+
+    def _make(self, script: str) -> None:
+        with self.transaction() as run:
+            for statement in statements(script):
+                run(statement)
+
+    def _checkpoint(self, *, truncate: bool) -> None:
+        self._run(f"PRAGMA wal_checkpoint({'TRUNCATE' if truncate else 'PASSIVE'})")
 
     def _keep_journal_small(self) -> None:
         """Half of what the journal may take is for the transaction that comes."""
         deadline = time.monotonic() + BUSY_TIMEOUT_S
         while self._files.size(self._journal) > self.journal_bytes // 2:
-            self.checkpoint(truncate=True)  # does nothing while another process is at it
+            self._checkpoint(truncate=True)  # does nothing while another process is at it
             if self._files.size(self._journal) > self.journal_bytes // 2:
                 if time.monotonic() > deadline:
                     raise JournalFullError(f"the journal of {self.path} cannot be emptied now")
@@ -277,10 +360,18 @@ class DiskIndex:
         try:
             if self._writer.in_transaction:
                 self._run("ROLLBACK")
-        except (sqlite3.Error, OSError):
+        except (sqlite3.Error, OSError, IndexDamagedError):
             self._broken = True
             with suppress(sqlite3.Error):
                 self._writer.close()  # rolls back
+
+
+@cache
+def schema(script: str = SCHEMA) -> dict[str, str]:
+    """The statement that made each table, index and trigger, by name, as SQLite keeps it."""
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.executescript(script)
+        return dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
 
 
 def statements(script: str) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """What processes that ended in the middle of a write left behind in a disk tier's folder."""
 
 from kvire.store.disk_access import DiskAccess
-from kvire.store.disk_index import MAKING
 from kvire.store.disk_room import Evicted
+from kvire.store.disk_rows import MAKING
 from kvire.store.disk_upkeep import reclaim
 
 
@@ -15,8 +15,8 @@ def leftovers(access: DiskAccess, evicted: Evicted, *, free: bool) -> int:
     with access.changes() as folder:
         if folder is None:
             return 0
-        claims = folder.index.query("SELECT owner, sum(slot_bytes) FROM claims GROUP BY owner")
-        unfinished = "SELECT owner, sum(slots * slot_bytes) FROM segments WHERE state = ? GROUP BY owner"
+        claims = folder.index.query("SELECT owner, sum(slot_bytes) AS bytes FROM claims GROUP BY owner")
+        unfinished = "SELECT owner, sum(slots * slot_bytes) AS bytes FROM segments WHERE state = ? GROUP BY owner"
         for owner, claimed_bytes in claims + folder.index.query(unfinished, MAKING):
             if not folder.alive(owner):
                 size_bytes += claimed_bytes

@@ -9,8 +9,8 @@ from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId
 from kvire.store.disk_access import DiskAccess
 from kvire.store.disk_folder import INDEX_FILES
-from kvire.store.disk_index import GONE
-from kvire.store.disk_room import Evicted
+from kvire.store.disk_room import Evicted, capacity_of
+from kvire.store.disk_rows import GONE
 from kvire.store.tier import Entry, TierStats
 
 AT_ONCE = 512  # entries read at a time, so that no reader holds up the journal for long
@@ -49,10 +49,10 @@ def counted(access: DiskAccess, stats: TierStats, evicted: Evicted) -> None:
     stats.evictions = dict(evicted.reasons)
     with suppress(TierUnavailable), access.glance() as folder:
         if folder is not None:
-            [(blocks,)] = folder.index.query("SELECT ifnull(sum(blocks), 0) FROM tenants")
+            [(blocks,)] = folder.index.query("SELECT ifnull(sum(blocks), 0) AS blocks FROM tenants")
             [(segments,)] = folder.index.query(
-                "SELECT ifnull(sum(slots * slot_bytes), 0) FROM segments WHERE state != ?", GONE
+                "SELECT ifnull(sum(slots * slot_bytes), 0) AS bytes FROM segments WHERE state != ?", GONE
             )
-            [(limit,)] = folder.index.query("SELECT value FROM settings WHERE name = 'capacity_bytes'")
+            limit = capacity_of(folder.index.query)
             stats.used_bytes = segments + sum(folder.files.size(folder.path / name) for name in INDEX_FILES)
             stats.blocks, stats.limit_bytes = blocks, limit

@@ -1,5 +1,6 @@
 """Brings blocks into the page cache before they are read."""
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -8,6 +9,8 @@ from contextlib import suppress
 from kvire.core.errors import TierUnavailable
 from kvire.store.disk_access import DiskAccess
 from kvire.store.disk_index import Place
+
+log = logging.getLogger(__name__)
 
 RUN_BYTES = 3 << 20  # read by one request of slots that follow each other: 88 % of the disk's speed, 75 by single slots
 MOST_WAITING = 1 << 14
@@ -51,8 +54,12 @@ class Prefetcher:
                 if self._closed:
                     return
                 run = self._next_run()
-            with suppress(TierUnavailable):
+            try:
                 self._fetch(run)
+            except TierUnavailable:
+                pass  # whoever reads will meet it
+            except Exception:  # the next run may go well
+                log.exception("reading ahead failed")
 
     def _next_run(self) -> list[Place]:
         """Slots that follow each other, from the first that is wanted on; called with the lock held."""

@@ -8,7 +8,7 @@ from kvire.core.errors import BlockMissing, FrameDamaged, TierUnavailable
 from kvire.core.record import BlockId
 from kvire.store.disk_access import ERRORS, DiskAccess
 from kvire.store.disk_folder import DiskFolder
-from kvire.store.disk_index import Place
+from kvire.store.disk_index import Place, is_damage
 from kvire.store.disk_room import Evicted
 from kvire.store.disk_segments import is_head_of
 from kvire.store.disk_upkeep import vanished
@@ -56,7 +56,9 @@ class DiskReader:
                 wanted = _first(buffers, place.frame_bytes)
                 size = sum(map(len, wanted))
                 if whole and size < place.frame_bytes:
-                    raise FrameDamaged("length")
+                    if self._lies_there(folder, block_id, place):
+                        raise FrameDamaged("length")
+                    continue
                 try:
                     head, got = folder.segments.read(place.slot, place.slot_bytes, wanted)
                 except FileNotFoundError:
@@ -112,9 +114,23 @@ class DiskReader:
 
     def _not_there(self, folder: DiskFolder, block_id: BlockId, place: Place) -> None:
         """The slot does not hold the block: it moved while it was read, or its file is gone or was written over."""
-        with suppress(*ERRORS), folder.room(self._evicted) as room:
-            if room.run("SELECT 1 FROM blocks WHERE slot = ? AND key = ? AND grp = ?", place.slot, *block_id):
-                vanished(folder, room, place.slot, place.slot_bytes)
+        try:
+            with folder.room(self._evicted) as room:
+                if folder.index.place(block_id, self._access.now(), room.run) == place:
+                    vanished(folder, room, block_id, place)
+        except ERRORS as error:
+            if is_damage(error):
+                raise
+
+    def _lies_there(self, folder: DiskFolder, block_id: BlockId, place: Place) -> bool:
+        """Whether the slot says the same of the block as the index does."""
+        head = None
+        with suppress(FileNotFoundError):
+            head = folder.segments.head(place.slot, place.slot_bytes)
+        if head is not None and (head.id, head.frame_bytes) == (block_id, place.frame_bytes):
+            return True
+        self._not_there(folder, block_id, place)
+        return False
 
     def _count(self, reads: int, read_bytes: int) -> None:
         with self._lock:

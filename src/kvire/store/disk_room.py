@@ -19,14 +19,12 @@ from dataclasses import dataclass, field
 from kvire.core.keys import BlockKey
 from kvire.store.disk_index import (
     BASE_INDEX_BYTES,
-    GONE,
-    MAKING,
-    READY,
     SHARED_MEMORY_BYTES,
     SLOT_INDEX_BYTES,
     Run,
 )
-from kvire.store.disk_segments import MOST_SLOTS, SLOT_BITS, Head, segment_of, slots_of
+from kvire.store.disk_rows import GONE, LAST_S, MAKING, MOST_COUNT, READY, SCANNING, IndexDamagedError
+from kvire.store.disk_segments import MOST_SEGMENT, MOST_SLOTS, SLOT_BITS, Head, place_of, segment_of, slots_of
 
 KIB, MIB = 1024, 1024 * 1024
 MIN_CAPACITY_BYTES = 4 * MIB
@@ -35,6 +33,7 @@ SEGMENT_BYTES = 64 * MIB
 PER_SEGMENT_BYTES = 16 * KIB  # what a file system may need to find a file's parts; counted by du
 COMPETITORS = 64  # tenants with the most bytes, of whom one has to give way
 OWN_PROMPT = "own prompt"  # why there is no room: it could only come from what the block continues
+CHECK = "capacity_check"  # a setting from which the limit follows; older folders lack it
 CANDIDATES = 8  # segments unused longest, of which one may change its size
 
 
@@ -54,14 +53,47 @@ def taken_bytes(capacity_bytes: int, segment_bytes: int, segments: int, slots: i
     return index + segment_bytes + segments * PER_SEGMENT_BYTES
 
 
+def capacity_for(segment_bytes: int, segments: int, slots: int) -> int:
+    """The least limit under which all of these segments may stay."""
+    without_journal = taken_bytes(0, segment_bytes, segments, slots)
+    return max(MIN_CAPACITY_BYTES, without_journal * 16 // 15 + KIB)
+
+
+def noted_capacity(run: Run) -> int | None:
+    """The folder's limit in bytes, None before anybody set it. Raises IndexDamagedError."""
+    settings: dict[str, int] = dict(run("SELECT name, value FROM settings"))
+    capacity_bytes = settings.get("capacity_bytes")
+    if capacity_bytes is not None and settings.get(CHECK, _opposite(capacity_bytes)) != _opposite(capacity_bytes):
+        raise IndexDamagedError("it contradicts itself about the limit")
+    return capacity_bytes
+
+
+def note_capacity(run: Run, capacity_bytes: int) -> None:
+    """Set the folder's limit; twice, since all blocks above it are given up."""
+    for name, value in (("capacity_bytes", capacity_bytes), (CHECK, _opposite(capacity_bytes))):
+        run("INSERT OR REPLACE INTO settings VALUES (?, ?)", name, value)
+
+
+def _opposite(capacity_bytes: int) -> int:
+    return capacity_bytes ^ (MOST_COUNT - 1)
+
+
+def capacity_of(run: Run) -> int:
+    """The folder's limit in bytes. Raises IndexDamagedError."""
+    if (capacity_bytes := noted_capacity(run)) is None:
+        raise IndexDamagedError("it has no limit")
+    return capacity_bytes
+
+
 def spare_bytes(run: Run) -> int:
     """What the limit leaves beside all that there is; negative if it was lowered."""
-    [(capacity_bytes,)] = run("SELECT value FROM settings WHERE name = 'capacity_bytes'")
+    capacity_bytes = capacity_of(run)
     [(segment_bytes, segments, slots)] = run(
-        "SELECT ifnull(sum(slots * slot_bytes), 0), count(*), ifnull(sum(slots), 0) FROM segments WHERE state != ?",
+        "SELECT ifnull(sum(slots * slot_bytes), 0) AS bytes, count(*) AS segments, ifnull(sum(slots), 0) AS blocks "
+        "FROM segments WHERE state != ?",
         GONE,
     )
-    return int(capacity_bytes) - taken_bytes(capacity_bytes, segment_bytes, segments, slots)
+    return capacity_bytes - taken_bytes(capacity_bytes, segment_bytes, segments, slots)
 
 
 @dataclass(slots=True)
@@ -176,8 +208,8 @@ class Room:
 
     def enter(self, slot: int, slot_bytes: int, head: Head, used: float, *, pinned: bool = False) -> None:
         """A slot that is nobody's holds a block that has no other."""
-        expires = None if head.ttl_s is None else used + head.ttl_s
-        [(parent_used,)] = self.run("SELECT min(used) FROM blocks WHERE key = ?", head.parent)
+        expires = None if head.ttl_s is None else min(used + head.ttl_s, LAST_S)
+        [(parent_used,)] = self.run("SELECT min(used) AS least_used FROM blocks WHERE key = ?", head.parent)
         used = used if parent_used is None else min(used, parent_used)
         self.run(
             "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -227,8 +259,10 @@ class Room:
     def _unused(self, slot_bytes: int) -> int | None:
         run = self.run
         if rows := run("SELECT slot FROM free WHERE slot_bytes = ? LIMIT 1", slot_bytes):
-            run("DELETE FROM free WHERE slot = ?", rows[0][0])
-            return int(rows[0][0])
+            [(slot,)] = rows
+            self._must_be_nobodys(slot, slot_bytes)
+            run("DELETE FROM free WHERE slot = ?", slot)
+            return int(slot)
         rows = run(
             "SELECT id, fresh FROM segments WHERE slot_bytes = ? AND state = ? AND fresh < slots ORDER BY id LIMIT 1",
             slot_bytes, READY,
@@ -237,7 +271,21 @@ class Room:
             return None
         segment, place = rows[0]
         run("UPDATE segments SET fresh = fresh + 1 WHERE id = ?", segment)
-        return int(segment << SLOT_BITS | place)
+        slot = int(segment << SLOT_BITS | place)
+        self._must_be_nobodys(slot, slot_bytes)
+        return slot
+
+    def _must_be_nobodys(self, slot: int, slot_bytes: int) -> None:
+        """Nothing is written over a block because the index gives its slot away. Raises IndexDamagedError."""
+        rows = self.run(
+            "SELECT state, slot_bytes, fresh FROM segments WHERE id = ?1 >> 20 "
+            "AND NOT EXISTS (SELECT 1 FROM blocks WHERE slot = ?1)",
+            slot,
+        )
+        for state, size, fresh in rows:
+            if state in (READY, SCANNING) and size == slot_bytes and place_of(slot) < fresh:
+                return
+        raise IndexDamagedError("it gives away what is not free")
 
     def _mine(self, slot: int, owner: int | None = None) -> bool:
         """Whether the slot still is claimed; dropping a segment drops its claims."""
@@ -252,11 +300,14 @@ class Room:
         slots = min(wanted, (spare_bytes(self.run) - PER_SEGMENT_BYTES) // (slot_bytes + SLOT_INDEX_BYTES))
         if slots <= 0:
             return None
+        [(newest,)] = self.run("SELECT max(seq) AS newest FROM sqlite_sequence")
+        if newest is not None and newest >= MOST_SEGMENT - 1:
+            raise IndexDamagedError("it counts segments that never were")
         self.run(
             "INSERT INTO segments (slot_bytes, slots, state, owner, fresh, scanned, used) VALUES (?, ?, ?, ?, 0, 0, ?)",
             slot_bytes, slots, MAKING, self._owner, now,
         )  # fmt: skip
-        [(segment,)] = self.run("SELECT last_insert_rowid()")
+        [(segment,)] = self.run("SELECT last_insert_rowid() AS id")
         return Segment(segment, slot_bytes, slots)
 
     def _oldest(self, slot_bytes: int, tenant: bytes) -> _Victim | None:
@@ -302,5 +353,4 @@ class Room:
         return bool(self.run("SELECT 1 FROM blocks WHERE slot BETWEEN ? AND ? AND pinned LIMIT 1", low, high))
 
     def _capacity(self) -> int:
-        [(capacity,)] = self.run("SELECT value FROM settings WHERE name = 'capacity_bytes'")
-        return int(capacity)
+        return capacity_of(self.run)

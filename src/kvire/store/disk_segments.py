@@ -113,6 +113,7 @@ def slots_of(segment: int) -> tuple[int, int]:
 @dataclass(slots=True)
 class _Open:
     fd: int
+    slot_bytes: int
     users: int = 0
     dropped: bool = False
 
@@ -270,8 +271,10 @@ class SegmentFiles:
         """The segment's open file, not closed before it is given back."""
         with self._lock:
             if (entry := self._open.get(segment)) is None:
-                entry = _Open(self._files.open(self._folder, self.name(segment, slot_bytes)))
+                entry = _Open(self._files.open(self._folder, self.name(segment, slot_bytes)), slot_bytes)
                 self._open[segment] = entry
+            if entry.slot_bytes != slot_bytes:
+                raise FileNotFoundError(errno.ENOENT, f"segment {segment} has slots of another size")
             self._open.move_to_end(segment)
             entry.users += 1
         try:

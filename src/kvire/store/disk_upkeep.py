@@ -11,9 +11,10 @@ from kvire.core.errors import KvireError
 from kvire.core.record import BlockId
 from kvire.store.disk_access import DiskAccess
 from kvire.store.disk_folder import DiskFolder
-from kvire.store.disk_index import GONE, MAKING, MOST_ASKED, READY, SCANNING
+from kvire.store.disk_index import MOST_ASKED, Place
 from kvire.store.disk_room import Evicted, Room, Segment, spare_bytes
-from kvire.store.disk_segments import HEAD_BYTES, SLOT_BITS, Head, segment_of
+from kvire.store.disk_rows import GONE, LAST_S, MAKING, READY, SCANNING, IndexDamagedError
+from kvire.store.disk_segments import HEAD_BYTES, SLOT_BITS, Head, place_of, segment_of, slots_of
 from kvire.store.disk_writer import DiskWriter
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Touches:
             part = rows[start : start + most]
             with folder.index.transaction() as run:
                 folder.index.run_many(
-                    "UPDATE blocks SET used = max(used, ?), expires = max(expires, ? + ttl_s) "
+                    f"UPDATE blocks SET used = max(used, ?), expires = max(expires, min(? + ttl_s, {LAST_S})) "
                     "WHERE key = ? AND grp = ?",
                     part,
                 )
@@ -115,6 +116,7 @@ class Upkeep:
                 self._expire(folder)
             if clock >= self._next_sync:
                 self._next_sync = clock + SYNC_EVERY_S
+                look_over(folder)
                 more |= self._reclaim(folder)
                 self._back_from_the_future(folder)
                 self._sync(folder)
@@ -125,14 +127,20 @@ class Upkeep:
     def _run(self) -> None:
         while not self._ending.is_set():
             more = False
-            with suppress(KvireError):
+            try:
                 more = self.round()
+            except KvireError:
+                pass  # counted where it was raised
+            except Exception:  # whatever it is, it must not be the last round: nobody else frees, expires or syncs
+                log.exception("the upkeep of a store failed")
             self._ending.wait(0.001 if more else EVERY_S)
 
     def _sweep(self, folder: DiskFolder) -> bool:
         """Take blocks whose segments are gone out of the index."""
-        gone = folder.index.query("SELECT id FROM segments WHERE state = ? LIMIT 1", GONE)
-        for (segment,) in gone:
+        gone = folder.index.query("SELECT id, slot_bytes FROM segments WHERE state = ? LIMIT 1", GONE)
+        for segment, slot_bytes in gone:
+            if folder.segments.exists(segment, slot_bytes):
+                raise IndexDamagedError("it says that a segment is gone, and it is there")
             with folder.room(self._evicted) as room:
                 room.sweep(segment, "room", folder.index.rows_at_once)
         return bool(gone)
@@ -159,6 +167,8 @@ class Upkeep:
                         take_in(room, slot, segment.slot_bytes, head, used)
                     state = READY if places.stop == segment.slots else SCANNING
                     room.run("UPDATE segments SET scanned = ?, state = ? WHERE id = ?", places.stop, state, segment.id)
+                    if not room.run("SELECT 1 FROM segments WHERE state = ? LIMIT 1", SCANNING):
+                        room.run("DELETE FROM pins")
         return bool(rows)
 
     def _shrink(self, folder: DiskFolder) -> bool:
@@ -167,6 +177,7 @@ class Upkeep:
             return False
         with folder.room(self._evicted) as room:
             for segment in () if spare_bytes(room.run) >= 0 else room.coldest(None, before=float("inf"))[:1]:
+                must_be_as_long_as_files(folder)
                 log.warning("%s is above its limit: %d slots are given back", folder.path, segment.slots)
                 room.drop(segment)
                 return True
@@ -199,7 +210,9 @@ class Upkeep:
         while slots := folder.index.query(late, now + FROM_THE_FUTURE_S, folder.index.rows_at_once):
             with folder.index.transaction() as run:
                 for (slot,) in slots:
-                    run("UPDATE blocks SET used = ?, expires = ? + ttl_s WHERE slot = ?", now, now, slot)
+                    run(
+                        f"UPDATE blocks SET used = ?, expires = min(? + ttl_s, {LAST_S}) WHERE slot = ?", now, now, slot
+                    )
                 run("UPDATE segments SET used = ? WHERE used > ?", now, now + FROM_THE_FUTURE_S)
 
     @staticmethod
@@ -218,15 +231,39 @@ class Upkeep:
             folder.index.checkpoint(truncate=grown)
 
 
+def look_over(folder: DiskFolder) -> None:
+    """Read what no call reads that may mend: rows that are only counted, or only looked for. Raises
+    IndexDamagedError.
+    """
+    spare_bytes(folder.index.query)
+    folder.index.query("SELECT id, slot_bytes, slots, state, owner, fresh, scanned, used FROM segments")
+    folder.index.query("SELECT tag, bytes, blocks FROM tenants")
+    folder.index.query("SELECT root, fields FROM namespaces")
+
+
+def must_be_as_long_as_files(folder: DiskFolder) -> None:
+    """Before blocks are given up for want of room: are the segments as large as the index says? Raises
+    IndexDamagedError.
+    """
+    rows = folder.index.query("SELECT id, slot_bytes, slots FROM segments WHERE state = ?", READY)
+    for segment, slot_bytes, slots in rows:
+        with suppress(FileNotFoundError):
+            if folder.segments.slots(segment, slot_bytes) != slots:
+                raise IndexDamagedError("its segments are not as large as it says")
+
+
 def take_in(room: Room, slot: int, slot_bytes: int, head: Head | None, used: float) -> None:
     """Enter what lies in a slot into the index: the block that its head names, or nothing."""
     if head is not None and head.frame_bytes <= slot_bytes - HEAD_BYTES:
         same = room.run("SELECT slot, slot_bytes, created FROM blocks WHERE key = ? AND grp = ?", *head.id)
+        if any(old == slot for old, _, _ in same):
+            raise IndexDamagedError("it looks again for what it has")
         if not any(created >= head.created for _, _, created in same):
             for old, old_bytes, _ in same:
                 room.wipe(old, old_bytes)
                 room.run("DELETE FROM blocks WHERE slot = ?", old)
-            room.enter(slot, slot_bytes, head, used)
+            pinned = room.run("SELECT 1 FROM pins WHERE key = ? AND grp = ?", *head.id)
+            room.enter(slot, slot_bytes, head, used, pinned=bool(pinned))
             return
     if head is not None:
         room.wipe(slot, slot_bytes)
@@ -239,7 +276,10 @@ def reclaim(room: Room, owner: int) -> None:
         room.free(slot, slot_bytes, owner)
     rows = room.run("SELECT id, slot_bytes, slots FROM segments WHERE owner = ? AND state = ?", owner, MAKING)
     for row in rows:
-        room.drop(Segment(*row))
+        segment = Segment(*row)
+        if room.run("SELECT 1 FROM blocks WHERE slot BETWEEN ? AND ? LIMIT 1", *slots_of(segment.id)):
+            raise IndexDamagedError("it has blocks in a segment that was never finished")
+        room.drop(segment)
 
 
 def remove_rows(folder: DiskFolder, room: Room, sql: str, values: tuple[object, ...], reason: str) -> int:
@@ -269,13 +309,31 @@ def overwrite_free(folder: DiskFolder, at_once: int) -> None:
         after = rows[-1][0] if rows else None
 
 
-def vanished(folder: DiskFolder, room: Room, slot: int, slot_bytes: int) -> None:
-    """A block's slot was not there, or held another's: drop its segment if the file is gone, else the block."""
-    segment = segment_of(slot)
-    rows = room.run("SELECT id, slot_bytes, slots FROM segments WHERE id = ? AND state != ?", segment, GONE)
-    if rows and not folder.segments.exists(segment, slot_bytes):
-        room.drop(Segment(*rows[0]))
-    for (tenant,) in room.run("SELECT tenant FROM blocks WHERE slot = ?", slot):
-        room.wipe(slot, slot_bytes)
-        room.run("DELETE FROM blocks WHERE slot = ?", slot)
-        room.evicted.add("damaged", tenant)
+def vanished(folder: DiskFolder, room: Room, block_id: BlockId, place: Place) -> None:
+    """A block does not lie where the index says: drop its segment if the file is gone, else believe the slot.
+
+    Raises IndexDamagedError if the index contradicts itself about the block.
+    """
+    rows = room.run(
+        "SELECT slot_bytes, frame_bytes, tenant FROM blocks WHERE slot = ? AND key = ? AND grp = ?",
+        place.slot, *block_id,
+    )  # fmt: skip
+    segments = room.run("SELECT id, slot_bytes, slots, state FROM segments WHERE id = ?", segment_of(place.slot))
+    if [row[:2] for row in rows] != [(place.slot_bytes, place.frame_bytes)]:
+        raise IndexDamagedError("its tables contradict each other about a block")
+    if [row[1] for row in segments] != [place.slot_bytes]:
+        raise IndexDamagedError("its tables contradict each other about a segment")
+    [(*fields, state)], head = segments, None
+    if folder.segments.exists(segment_of(place.slot), place.slot_bytes):
+        head = folder.segments.head(place.slot, place.slot_bytes)
+        if head is not None and (head.id, head.frame_bytes) == (block_id, place.frame_bytes):
+            if place_of(place.slot) < folder.segments.slots(segment_of(place.slot), place.slot_bytes):
+                return  # it was written again just now
+            head = None  # the file was cut
+    elif state != GONE:
+        room.drop(Segment(*fields))
+    room.run("DELETE FROM blocks WHERE slot = ?", place.slot)
+    room.evicted.add("damaged", rows[0][2])
+    if room.run("SELECT 1 FROM free WHERE slot = ?", place.slot):  # its segment is there
+        room.run("DELETE FROM free WHERE slot = ?", place.slot)
+        take_in(room, place.slot, place.slot_bytes, head, head.created if head else 0.0)

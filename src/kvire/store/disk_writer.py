@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 
 from kvire.core.record import BlockId
 from kvire.store.disk_folder import DiskFolder
-from kvire.store.disk_index import MAKING, READY, JournalFullError, Run
+from kvire.store.disk_index import JournalFullError, Run
 from kvire.store.disk_room import OWN_PROMPT, Evicted, Segment
+from kvire.store.disk_rows import MAKING, READY
 from kvire.store.disk_segments import Head
 from kvire.store.eviction.order import CutOff
 from kvire.store.files import NO_SPACE

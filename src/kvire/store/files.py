@@ -13,13 +13,21 @@ import struct
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 _SAFELY = os.O_NOFOLLOW | os.O_CLOEXEC
+MOST_VALUE_BYTES = 1 << 20  # of a row of the index; what a damaged one says is longer is not read
 _THROWN_AWAY = memoryview(bytearray(1 << 20))  # where bytes go that are only wanted in the kernel's memory
+
+
+class Answer(NamedTuple):
+    """Rows of a statement. columns: their names, none if it has no rows to give."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
 
 
 class Files:
@@ -64,6 +72,11 @@ class Files:
         except FileNotFoundError:
             return 0
         return max(status.st_size, status.st_blocks * 512)
+
+    def beginning(self, path: Path, length: int) -> bytes:
+        """The file's first bytes."""
+        with path.open("rb") as file:
+            return file.read(length)
 
     def open(self, folder: int, name: str) -> int:
         """Open a file for reading and writing; a link is no file: FileNotFoundError."""
@@ -128,11 +141,14 @@ class Files:
     def connect(self, path: Path, timeout_s: float) -> sqlite3.Connection:
         """A connection to the index, any thread's, in autocommit mode; the file has to exist."""
         uri = f"{path.absolute().as_uri()}?mode=rw"
-        return sqlite3.connect(uri, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(uri, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_VALUE_BYTES)
+        return connection
 
-    def execute(self, connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    def execute(self, connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()) -> Answer:
         """One statement; all its rows."""
-        return connection.execute(sql, values).fetchall()
+        cursor = connection.execute(sql, values)
+        return Answer(tuple(column[0] for column in cursor.description or ()), cursor.fetchall())
 
     def execute_many(self, connection: sqlite3.Connection, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         """One statement for many rows."""

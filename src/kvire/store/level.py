@@ -1,5 +1,6 @@
 """One tier of a store with its way of writing frames: whole blocks go in and out, and everything is counted."""
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -12,7 +13,9 @@ from kvire.core.errors import BlockMissing, FrameDamaged, FrameForeign, StoreErr
 from kvire.core.record import BlockId, BlockRecord
 from kvire.store.memory import Fill
 from kvire.store.speed import PRIORS, SpeedMeter
-from kvire.store.tier import Buffer, LendsFrames, ReadsRuns, Tier
+from kvire.store.tier import Buffer, LendsFrames, ReadsRuns, Tier, TierStats
+
+log = logging.getLogger(__name__)
 
 REMEMBERED_FOREIGN = 4096
 
@@ -58,6 +61,7 @@ class Level:
         self._ttl_s = ttl_s
         self._lock = threading.Lock()
         self._counts = LevelCounts()
+        self._told: set[type[Exception]] = set()
         self._foreign: OrderedDict[BlockId, str] = OrderedDict()  # ids under which something else lies, and its cause
 
     @property
@@ -174,15 +178,37 @@ class Level:
 
     @contextmanager
     def answers(self) -> Iterator[None]:
-        """Count what is unavailable; a key file that cannot be read is that, too."""
+        """Count what is unavailable. That is, too: a key file that cannot be read, and a tier whose call ends in a way
+        that no tier promises. It must not end the engine that asked.
+        """
         try:
             yield
+        except (BlockMissing, FrameDamaged, FrameForeign):
+            raise
         except TierUnavailable:
             self.count(unavailable=1)
             raise
         except StoreError as error:
             self.count(unavailable=1)
             raise TierUnavailable(str(error)) from error
+        except Exception as error:
+            self.count(unavailable=1)
+            self._tell_once(error)
+            raise TierUnavailable(f"{self.name}: {type(error).__name__}: {error}") from error
+
+    def stats(self) -> TierStats:
+        """What the tier says. Never raises."""
+        try:
+            return self.tier.stats()
+        except Exception as error:  # noqa: BLE001 - as in `answers`
+            self._tell_once(error)
+            return TierStats()
+
+    def _tell_once(self, error: Exception) -> None:
+        """Of each kind of error that no tier may raise, the first one with its way here."""
+        if type(error) not in self._told:
+            self._told.add(type(error))
+            log.error("%s failed as no tier may", self.name, exc_info=error)
 
     def _fetch(self, record: BlockRecord, out: Buffer, timeout_s: float | None, started: float) -> None:
         try:
@@ -195,12 +221,9 @@ class Level:
             raise
 
     def _read(self, record: BlockRecord, out: Buffer, timeout_s: float | None) -> None:
-        try:
+        with self.answers():
             reading = self.frames.reading(record, out)
             reading.finish(self.tier.read(record.id, reading.buffers, timeout_s))
-        except (TierUnavailable, StoreError) as error:
-            with self.answers():
-                raise error  # noqa: TRY201 - counted there, and turned into what a tier may raise
 
     def _read_run(self, wanted: Sequence[tuple[BlockRecord, Buffer]]) -> list[bool]:
         ids = [record.id for record, _ in wanted]

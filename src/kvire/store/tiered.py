@@ -196,7 +196,7 @@ class TieredStore:
         """Counters, as of now. Never waits for a tier."""
         levels = {
             level.name: LevelStats(
-                level.kind, level.tier.stats(), level.counts, *self._writer.queued(level), level.meter.speed()
+                level.kind, level.stats(), level.counts, *self._writer.queued(level), level.meter.speed()
             )
             for level in self._levels
         }
@@ -242,9 +242,9 @@ class TieredStore:
         counts, failures = [], []
         for level in self._levels:
             try:
-                counts.append(call(level.tier))
+                with level.answers():
+                    counts.append(call(level.tier))
             except TierUnavailable as error:
-                level.count(unavailable=1)
                 failures.append(f"{level.name}: {trouble}: {error}")
         if failures:
             raise TierUnavailable("; ".join(failures))

@@ -206,7 +206,12 @@ class SchedulerSide:
     def _held(self, keys: Sequence[BlockKey]) -> list[list[str | None]]:
         """For each key the local tier that has each part of the block."""
         width = len(self._parts)
-        flat = self.store.held([BlockId(key, part) for key in keys for part in self._parts])
+        ids = [BlockId(key, part) for key in keys for part in self._parts]
+        try:
+            flat = self.store.held(ids)
+        except Exception:  # whatever it is, vLLM's core must not end by it: nothing is there
+            log.exception("looking up blocks failed")
+            flat = [None] * len(ids)
         return [flat[start : start + width] for start in range(0, len(flat), width)]
 
     def _add_remote(self, tracked: Tracked, tiers: Sequence[list[str | None]], limit: int) -> bool:
