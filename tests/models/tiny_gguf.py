@@ -10,6 +10,9 @@ from tokenizers import pre_tokenizers
 HIDDEN, LAYERS, HEADS, KV_HEADS, INNER = 64, 2, 4, 2, 96
 TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt", "ĠĠ", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
+# A SentencePiece vocabulary: special tokens, bytes, then pieces, the longer the likelier.
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "t", "▁a", "▁t", "at", "▁at"]
+
 TENSORS: dict[str, dict[str, tuple[int, ...]]] = {
     "llama": {
         "attn_norm.weight": (HIDDEN,),
@@ -46,7 +49,8 @@ def make_gguf(
 ) -> Path:
     """A tiny GGUF: Q8_0 matrices, float32 vectors.
 
-    fields: added, or put in place of others, below `arch`. drop: a tensor to leave out. pre: splitting rules.
+    fields: added, or put in place of others, below `arch`. drop: a tensor to leave out. pre: splitting rules;
+    "pieces" for a SentencePiece vocabulary.
     tokenizer: the same as fields, below tokenizer; None leaves one out. head: an output matrix of its own.
     tensors_per_part: 0 for one file; else the parts lie beside `path`, which is not written.
     """
@@ -69,10 +73,11 @@ def make_gguf(
         _add(writer, f"{arch}.{name}", value)
     _add_tokenizer(writer, pre or {"llama": "smollm", "gemma3": "smollm"}.get(arch, "qwen2"), tokenizer or {})
     rng = np.random.default_rng(seed)
-    tensors = {"token_embd.weight": (len(TOKENS), HIDDEN), "output_norm.weight": (HIDDEN,)}
+    rows = len(PIECES if pre == "pieces" else TOKENS)
+    tensors = {"token_embd.weight": (rows, HIDDEN), "output_norm.weight": (HIDDEN,)}
     tensors |= {f"blk.{i}.{name}": shape for i in range(LAYERS) for name, shape in TENSORS[arch].items()}
     if head:
-        tensors["output.weight"] = (len(TOKENS), HIDDEN)
+        tensors["output.weight"] = (rows, HIDDEN)
     for name, shape in tensors.items():
         if name != drop:
             _add_tensor(writer, name, rng.standard_normal(shape, dtype=np.float32))
@@ -96,18 +101,31 @@ def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, pre: str, fields: dict[str, Any]) -> None:
+    usual = _add_pieces(writer) if pre == "pieces" else _add_bytes(writer, pre)
+    for name, value in (usual | fields).items():
+        _add(writer, f"tokenizer.{name}", value)
+
+
+def _add_bytes(writer: gguf.GGUFWriter, pre: str) -> dict[str, Any]:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(TOKENS)
     writer.add_token_types([1] * (len(TOKENS) - 3) + [3] * 3)
     writer.add_token_merges(["Ġ t", "Ġ Ġ"])
-    usual = {
+    return {
         "ggml.bos_token_id": len(TOKENS) - 2,
         "ggml.eos_token_id": len(TOKENS) - 1,
         "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
     }
-    for name, value in (usual | fields).items():
-        _add(writer, f"tokenizer.{name}", value)
+
+
+def _add_pieces(writer: gguf.GGUFWriter) -> dict[str, Any]:
+    rest = len(PIECES) - 259
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(PIECES)
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * rest)
+    writer.add_token_scores([0.0] * 259 + [float(i - rest) for i in range(rest)])
+    return {"ggml.bos_token_id": 1, "ggml.eos_token_id": 2, "ggml.unknown_token_id": 0}
 
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray) -> None:

@@ -32,7 +32,7 @@ from kvire.models.gguf_tokenizer import check_tokenizer, tokenizer_from_gguf
 from kvire.models.gguf_weights import converted_bytes, tensor_places, write_weights
 from kvire.models.progress import Progress, silent
 
-CONVERTER = 1  # raise it when the result of a conversion changes: older results are then left aside
+CONVERTER = 2  # raise it when the result of a conversion changes: older results are then left aside
 ORIGIN = "kvire.json"  # in a converted directory: where it came from
 SPARE_BYTES = 64 << 20  # tokenizer, config and what the file system needs
 

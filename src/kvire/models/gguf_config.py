@@ -18,6 +18,9 @@ TOKEN_IDS = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
 
 # End of text, end of turn, end of message: generation stops at any of them.
 STOP_FIELDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# The same as files write them that have no field for it (older ones, of chat models with the base model's end of
+# text): a turn ends with the one of these that the chat template writes. Names as in llama.cpp's vocabulary.
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<EOT>")
 
 GEMMA3_27B_LAYERS = 62  # the only gemma3 whose score scale is not 1/sqrt(head width), and no field says so
 
@@ -115,11 +118,19 @@ def _common(header: GgufHeader, class_name: str, model_type: str) -> ConfigField
 
 def stop_ids(header: GgufHeader) -> list[int]:
     """Ids of the tokens that end an answer, ascending; refused when there is none."""
-    found = {header.get(f"tokenizer.ggml.{field}") for field in STOP_FIELDS}
+    found = {header.get(f"tokenizer.ggml.{field}") for field in STOP_FIELDS} | _turn_ends(header)
     ids = sorted(i for i in found if isinstance(i, int) and not isinstance(i, bool))
     if not ids:
         raise UnsupportedModelError("the GGUF names no end-of-text token, so generation would not end")
     return ids
+
+
+def _turn_ends(header: GgufHeader) -> set[int]:
+    template = header.get("tokenizer.chat_template")
+    written = {text for text in TURN_ENDS if isinstance(template, str) and text in template}
+    if not written:
+        return set()
+    return {i for i, token in enumerate(header.get("tokenizer.ggml.tokens") or ()) if token in written}
 
 
 def _layers(header: GgufHeader) -> int:

@@ -1,6 +1,6 @@
 """The tokenizer of a GGUF, as the model's own tokenizer.json would make it.
 
-transformers builds it from the vocabulary and merges; two things it leaves out are put right here, since
+transformers builds it from the vocabulary and merges; what it leaves out is put right here, since
 a tokenizer that is nearly right gives other tokens, and nothing would say so. Vocabularies whose rules
 are not known here are refused.
 """
@@ -8,7 +8,7 @@ are not known here are refused.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import normalizers, pre_tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
 
 from kvire.core.errors import UnsupportedModelError
 from kvire.models.gguf_header import GgufHeader
@@ -34,6 +34,11 @@ def check_tokenizer(header: GgufHeader) -> None:
             f"the GGUF splits text by the rules {splitting!r}, which are not known here (known: {', '.join(known)}). "
             "Use the model's safetensors checkpoint, which brings its tokenizer."
         )
+    if model == "llama" and header.architecture == "gemma3" and header.get("tokenizer.ggml.add_space_prefix"):
+        raise UnsupportedModelError(
+            "the GGUF puts a space before a text (add_space_prefix), which a gemma3 tokenizer does not: use the "
+            "safetensors checkpoint"
+        )
     if model not in ("gpt2", "llama"):
         raise UnsupportedModelError(f"tokenizer {model!r} in a GGUF is not supported: use the safetensors checkpoint")
 
@@ -47,8 +52,18 @@ def tokenizer_from_gguf(path: Path, header: GgufHeader) -> "PreTrainedTokenizerF
     if splitting in LLAMA3 and header.get("tokenizer.ggml.add_bos_token") is None:
         options["add_bos_token"] = True  # older files leave it out; the models were trained with it
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name, **options)
+    if header.get("tokenizer.ggml.add_eos_token"):
+        tokenizer.add_eos_token = False  # a prompt goes on
     _complete_rules(tokenizer.backend_tokenizer, splitting)
+    if header.get("tokenizer.ggml.model") == "llama" and header.get("tokenizer.ggml.add_space_prefix") is False:
+        _without_first_space(tokenizer.backend_tokenizer)
     return tokenizer
+
+
+def _without_first_space(backend: Any) -> None:
+    """Take texts as they are, where transformers puts a space before each and takes it off again."""
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
 
 
 def _complete_rules(backend: Any, splitting: str | None) -> None:
