@@ -45,6 +45,12 @@ def patient_stores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("kvire.store.tiered.FLUSH_S", PATIENCE_S)
 
 
+@pytest.fixture(autouse=True)
+def patient_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a tier has is known however busy the machine; tests of late answers say what is late."""
+    monkeypatch.setattr("kvire.store.asker.ANSWER_S", PATIENCE_S)
+
+
 @pytest.fixture
 def small_file_system(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 MB; the test is skipped where mounting is not allowed."""

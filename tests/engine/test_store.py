@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 from harness.engines import BLOCK, ask, drive, oracle, request, words
-from harness.loads import BUSY_S, HASTY_S, PATIENT_S, ask_as, engine_over, ids_of, keep
+from harness.loads import BUSY_S, HASTY_S, PATIENT_S, ask_as, engine_over, finish, ids_of, keep
 from harness.stored import disk, memory, memory_and_disk, say_what_prefill_costs, shared_folder, store_over
 from harness.waiting import PATIENCE_S, until
 from store.stores import BentTier, open_store
+from store.test_asker import StallingFiles, soon
 from store.test_keyring import without_locks
 
 from kvire.core.report import MissReason
 from kvire.engine.engine import Engine
 from kvire.engine.scheduler import MAX_PREPARED
+from kvire.store.disk import DiskTier
 
 B = BLOCK
 
@@ -253,6 +255,23 @@ def test_without_locks_requests_are_served_and_nothing_is_kept(tmp_path: Path) -
         for _ in range(2):
             assert ask_as(engine, prompt, tenant="somebody").token_ids == oracle(prompt).token_ids
         assert store.stats().levels["disk"].tier.writes == 0
+
+
+def test_a_stalled_index_holds_up_no_answer(tmp_path: Path) -> None:
+    """One answer is under way when another request asks for what is stored; this thread is the engine's."""
+    running, asking = request(words(1, 3 * B), max_tokens=24), request(words(2, 4 * B + 1), max_tokens=4)
+    files = StallingFiles()
+    with open_store(tmp_path, DiskTier(tmp_path / "disk", 64 << 20, files=files)) as store:
+        keep(store, words(2, 4 * B + 1))
+        engine = engine_over(store)
+        engine.submit(running)
+        engine.step()
+        with files.stall(), soon():
+            engine.submit(asking)
+            assert finish(engine, asking).token_ids == oracle(words(2, 4 * B + 1), max_tokens=4).token_ids
+            finish(engine, running)
+            assert store.stats().levels["disk"].late
+        assert files.stalled
 
 
 def test_a_tenants_blocks_are_not_known_by_its_name(tmp_path: Path) -> None:

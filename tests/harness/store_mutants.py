@@ -16,12 +16,14 @@ from kvire.codec.seal import Checksum
 from kvire.core.errors import BlockMissing
 from kvire.core.keys import Namespace, field
 from kvire.store import level
+from kvire.store.asker import Asker
 from kvire.store.disk import DiskTier
 from kvire.store.disk_folder import DiskFolder
 from kvire.store.disk_salvage import Salvaged
 from kvire.store.epochs import Epochs
 from kvire.store.eviction.order import EvictionOrder
 from kvire.store.explain import Explainer
+from kvire.store.health import Outage
 from kvire.store.keyring import Keyring
 from kvire.store.level import Level
 from kvire.store.loader import Loader, _Flight
@@ -348,3 +350,23 @@ def the_default_size_is_for_all(patch: pytest.MonkeyPatch) -> None:
 def a_damaged_index_takes_the_limit_along(patch: pytest.MonkeyPatch) -> None:
     """Whatever was damaged begins like a new store."""
     patch.setattr(DiskFolder, "_legible", lambda self: Salvaged())
+
+
+def looks_wait_for_the_disk(patch: pytest.MonkeyPatch) -> None:
+    """Whoever looks asks the index itself."""
+    patch.setattr(Asker, "ask", lambda self, call: call())
+
+
+def late_tiers_are_asked_on(patch: pytest.MonkeyPatch) -> None:
+    """A tier that is late in a row is asked as often as ever."""
+    patch.setattr(Outage, "check", lambda self: None)
+
+
+def looks_are_remembered(patch: pytest.MonkeyPatch) -> None:
+    """A look leaves behind where it found blocks, and starts what loads need."""
+
+    def broken(self, ids, timeout_s=None):
+        self._upkeep.start()
+        return self._reader.locate(ids)
+
+    patch.setattr(DiskTier, "held", broken)

@@ -408,7 +408,7 @@ def test_reads_ahead_in_runs_and_only_where_there_is_something(tmp_path: Path) -
         files.is_cached = lambda _, offset: 20_480 <= offset < 2 * 20_480  # of block 1 all, of the others nothing
         wanted = [record_of(number).id for number in (3, 4, 5, 2, 77, 1, 0)]
         tier.prefetch(wanted)  # before anybody has looked where they are
-        tier.held(wanted)
+        tier.locate(wanted)
         tier.prefetch(wanted)
         until(lambda: len(asked) == 3)
         one = 192 + FRAME_BYTES
@@ -433,7 +433,7 @@ def test_an_error_while_reading_ahead_is_nobody_s(tmp_path: Path) -> None:
     files = FaultyFiles()
     with DiskTier(tmp_path, 16 * MIB, files=files) as tier:
         put(tier, record_of(1))
-        tier.held([record_of(1).id])
+        tier.locate([record_of(1).id])
         files.is_cached = lambda *_: False
         files.fail_from_now(errno.EIO, only=("read_ahead",))
         tier.prefetch([record_of(1).id])

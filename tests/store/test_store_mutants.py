@@ -11,6 +11,7 @@ from engine import test_store as test_engine_store
 from harness import store_mutants as broken
 from harness.broken_builds import Cases, Claim, Mutant, each_broken_build, must_notice
 from store import (
+    test_asker,
     test_contract,
     test_explain,
     test_keyring,
@@ -117,6 +118,11 @@ CASES: Cases = [
      [broken.the_default_size_is_for_all]),
     (claim(test_open.test_a_damaged_index_that_is_made_again_keeps_the_limit),
      [broken.a_damaged_index_takes_the_limit_along]),
+    (claim(test_asker.test_a_look_at_a_stalled_index_ends_and_the_store_says_so), [broken.looks_wait_for_the_disk]),
+    (claim(test_engine_store.test_a_stalled_index_holds_up_no_answer), [broken.looks_wait_for_the_disk]),
+    (claim(test_asker.test_a_tier_that_is_late_in_a_row_is_left_alone_and_tried_again),
+     [broken.late_tiers_are_asked_on]),
+    (claim(test_asker.test_a_look_changes_nothing), [broken.looks_are_remembered]),
     (evictions_are_told_from_what_was_never_there, [broken.misses_are_never_evictions]),
 ]  # fmt: skip
 

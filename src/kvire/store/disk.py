@@ -98,7 +98,6 @@ class DiskTier:
 
     def held(self, ids: Sequence[BlockId], timeout_s: float | None = None) -> list[bool]:  # noqa: ARG002
         """See Tier."""
-        self._upkeep.start()
         return self._reader.held(ids)
 
     def read(self, block_id: BlockId, buffers: Sequence[Buffer], timeout_s: float | None = None) -> int:  # noqa: ARG002
@@ -145,12 +144,15 @@ class DiskTier:
 
     def touch(self, ids: Sequence[BlockId]) -> None:
         """See Tier. Written down within a second; a crash before that loses it."""
+        self._upkeep.start()
         self._touches.add(ids, self._access.now())
 
+    def locate(self, ids: Sequence[BlockId]) -> list[bool]:
+        """See Prefetching."""
+        return self._reader.locate(ids)
+
     def prefetch(self, ids: Sequence[BlockId]) -> None:
-        """These, which `held` just found, will be read soon and in this order: the kernel fetches them in the
-        background. Never raises or waits.
-        """
+        """See Prefetching. The kernel fetches them in the background."""
         self._prefetcher.add(self._reader.found(ids))
 
     def delete(self, ids: Sequence[BlockId], reason: str) -> int:

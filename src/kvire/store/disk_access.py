@@ -14,46 +14,12 @@ from kvire.store.disk_folder import DiskFolder, no_store
 from kvire.store.disk_index import JournalFullError, is_damage
 from kvire.store.disk_rows import IndexDamagedError
 from kvire.store.files import Files
+from kvire.store.health import Outage
 
 log = logging.getLogger(__name__)
 
-FAILURES_TO_REST = 3
 GLANCE_S = 0.01
-REST_S, LONGEST_REST_S = 0.5, 4.0
 ERRORS = (OSError, sqlite3.Error, JournalFullError, IndexDamagedError, StoreError)
-
-
-class Outage:
-    """Failures in a row of one kind of call. After a few, calls are refused at once, and now and then one is tried."""
-
-    def __init__(self, name: str, elapsed: Callable[[], float]) -> None:
-        self.error = ""  # of the last call, if it failed
-        self._name = name
-        self._elapsed = elapsed
-        self._failures = 0
-        self._rest_until = 0.0
-
-    def check(self) -> None:
-        """Raises TierUnavailable while calls are not to be tried."""
-        if self._failures >= FAILURES_TO_REST and self._elapsed() < self._rest_until:
-            raise TierUnavailable(f"{self._name} is left alone for a moment: {self.error}")
-
-    def failed(self, error: Exception) -> None:
-        """A call failed."""
-        self._failures += 1
-        self.error = f"{type(error).__name__}: {error}"
-        rests = self._failures - FAILURES_TO_REST
-        if rests >= 0:
-            self._rest_until = self._elapsed() + min(LONGEST_REST_S, REST_S * 2 ** min(rests, 10))
-        if rests == 0:
-            log.warning("%s failed %d times in a row: %s", self._name, self._failures, self.error)
-
-    def passed(self) -> None:
-        """A call was answered."""
-        if self._failures:
-            if self._failures >= FAILURES_TO_REST:
-                log.warning("%s answers again", self._name)
-            self._failures, self.error = 0, ""
 
 
 class DiskAccess:

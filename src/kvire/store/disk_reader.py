@@ -25,25 +25,31 @@ class DiskReader:
         self._access = access
         self._evicted = evicted
         self._lock = threading.Lock()
-        self._found: dict[BlockId, Place] = {}  # where the last look found blocks; a slot's head says if it is so still
+        self._found: dict[BlockId, Place] = {}  # by the last load's look; a slot's head says if it is so still
         self.reads = self.read_bytes = 0
 
     def held(self, ids: Sequence[BlockId]) -> list[bool]:
         """See Tier."""
-        with self._access.reads() as folder:
-            places = {} if folder is None else folder.index.places(ids, self._access.now())
-        held = [block_id in places for block_id in ids]
-        self._found = places  # likely to be read next
-        return held
+        places = self._places(ids)
+        return [block_id in places for block_id in ids]
+
+    def locate(self, ids: Sequence[BlockId]) -> list[bool]:
+        """As held, for a load: its reads need not look again."""
+        self._found = places = self._places(ids)
+        return [block_id in places for block_id in ids]
 
     def found(self, ids: Sequence[BlockId]) -> list[Place]:
-        """Where the last look found those that it did find."""
+        """Where the last load found those that it did find."""
         found = self._found
         return [place for block_id in ids if (place := found.get(block_id)) is not None]
 
     def forget(self, block_id: BlockId) -> None:
         """The block was written again: it may lie elsewhere now."""
         self._found.pop(block_id, None)
+
+    def _places(self, ids: Sequence[BlockId]) -> dict[BlockId, Place]:
+        with self._access.reads() as folder:
+            return {} if folder is None else folder.index.places(ids, self._access.now())
 
     def read(self, block_id: BlockId, buffers: Sequence[Buffer], *, whole: bool = True) -> int:
         """See Tier. Not whole: only as much of the frame's beginning as the buffers hold."""

@@ -1,4 +1,4 @@
-"""A circuit breaker: a tier that keeps failing is left alone, and asked in the background whether it is back."""
+"""What keeps failing is left alone: remote tiers (CircuitBreaker), and calls to what is on this machine (Outage)."""
 
 import logging
 import threading
@@ -11,6 +11,7 @@ from kvire.core.errors import TierUnavailable
 FAILURES_TO_OPEN = 3
 PROBE_AFTER_S = 1.0
 PROBE_AT_LEAST_EVERY_S = 30.0
+REST_S, LONGEST_REST_S = 0.5, 4.0
 
 log = logging.getLogger(__name__)
 
@@ -119,3 +120,39 @@ class CircuitBreaker:
                 self._health = Health(healthy=True, failures=0, outages=self._health.outages, error="")
             log.warning("%s answers again", self._name)
             return
+
+
+class Outage:
+    """Failures in a row of one kind of call. After a few, calls are refused at once, and now and then one is tried.
+
+    For what is on this machine: there trying costs little, and needs no thread that probes. elapsed: a clock, seconds.
+    """
+
+    def __init__(self, name: str, elapsed: Callable[[], float]) -> None:
+        self.error = ""  # of the last call, if it failed
+        self._name = name
+        self._elapsed = elapsed
+        self._failures = 0
+        self._rest_until = 0.0
+
+    def check(self) -> None:
+        """Raises TierUnavailable while calls are not to be tried."""
+        if self._failures >= FAILURES_TO_OPEN and self._elapsed() < self._rest_until:
+            raise TierUnavailable(f"{self._name} is left alone for a moment: {self.error}")
+
+    def failed(self, error: Exception) -> None:
+        """A call failed."""
+        self._failures += 1
+        self.error = f"{type(error).__name__}: {error}"
+        rests = self._failures - FAILURES_TO_OPEN
+        if rests >= 0:
+            self._rest_until = self._elapsed() + min(LONGEST_REST_S, REST_S * 2 ** min(rests, 10))
+        if rests == 0:
+            log.warning("%s failed %d times in a row: %s", self._name, self._failures, self.error)
+
+    def passed(self) -> None:
+        """A call was answered."""
+        if self._failures:
+            if self._failures >= FAILURES_TO_OPEN:
+                log.warning("%s answers again", self._name)
+            self._failures, self.error = 0, ""

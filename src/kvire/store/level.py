@@ -13,7 +13,7 @@ from kvire.core.errors import BlockMissing, FrameDamaged, FrameForeign, StoreErr
 from kvire.core.record import BlockId, BlockRecord
 from kvire.store.memory import Fill
 from kvire.store.speed import PRIORS, SpeedMeter
-from kvire.store.tier import Buffer, LendsFrames, ReadsRuns, Tier, TierStats
+from kvire.store.tier import Buffer, LendsFrames, Prefetching, ReadsRuns, Tier, TierStats
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,13 @@ class Level:
         """What the tier says. Raises TierUnavailable."""
         with self.answers():
             return self.tier.held(ids, timeout_s)
+
+    def locate(self, ids: Sequence[BlockId]) -> list[bool]:
+        """As held, for a load that reads the blocks next."""
+        if not isinstance(self.tier, Prefetching):
+            return self.held(ids)
+        with self.answers():
+            return self.tier.locate(ids)
 
     def promises(self, ids: Sequence[BlockId], timeout_s: float | None = None) -> list[bool]:
         """Which blocks a load may expect here: not those under whose id something else was found. Raises

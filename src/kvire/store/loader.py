@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from kvire.core.record import BlockId, BlockRecord
 from kvire.store.epochs import Mark
 from kvire.store.level import Level
 from kvire.store.ticket import Failure, FailureReason, LoadState, Ticket, Wanted
-from kvire.store.tier import Buffer
+from kvire.store.tier import Buffer, Prefetching
 from kvire.store.workers import Workers
 
 LOCAL_THREADS = 2  # a third only waits for the interpreter: docs/adr/0015-tiered-store.md
@@ -35,14 +34,6 @@ log = logging.getLogger(__name__)
 
 # A block that was read, its KV, where it came from, and the marks of the load's tenants.
 Promote = Callable[[BlockRecord, Buffer, Level, Mapping[str, Mark]], None]
-
-
-@runtime_checkable
-class Prefetching(Protocol):
-    """A tier that reads faster when it is told in advance what will be read."""
-
-    def prefetch(self, ids: Sequence[BlockId]) -> None:
-        """These will be read soon, in this order. Returns at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +133,7 @@ class Loader:
         failure = None
         for number in range(len(self._local) - 1, -1, -1):
             try:
-                held = self._local[number].held(ids)
+                held = self._local[number].locate(ids)
             except TierUnavailable as error:
                 failure = Failure(FailureReason.UNAVAILABLE, str(error))
                 continue

@@ -137,3 +137,14 @@ class LendsFrames(Protocol):
 
     def lent(self, ids: Sequence[BlockId]) -> AbstractContextManager[list[Buffer | None]]:
         """Frames to be read where they lie, and stay as they are until the end; None for those that cannot be lent."""
+
+
+@runtime_checkable
+class Prefetching(Protocol):
+    """A tier that reads faster when it is told in advance what will be read. For those who load, not those who look."""
+
+    def locate(self, ids: Sequence[BlockId]) -> list[bool]:
+        """As Tier.held, remembering for `prefetch` and for reads where the blocks lie."""
+
+    def prefetch(self, ids: Sequence[BlockId]) -> None:
+        """These, which `locate` just found, will be read soon and in this order. Never raises or waits."""

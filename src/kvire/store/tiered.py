@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from kvire.core.errors import StoreError, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
 from kvire.plan.cost import Speed
+from kvire.store.asker import AnswerLate, Asker
 from kvire.store.epochs import Epochs, Mark
 from kvire.store.explain import Answer, Explainer, MissQuery, Noting
 from kvire.store.keyring import Keyring
@@ -30,6 +31,8 @@ from kvire.store.ticket import Ticket, Wanted
 from kvire.store.tier import Buffer, Tier, TierKind, TierStats
 from kvire.store.write_behind import DEFAULT_BUFFER_BYTES, WriteBehind
 
+T = TypeVar("T")
+
 FLUSH_S = 2.0  # that close gives to what is queued
 JOIN_S = 5.0  # and then to threads that are in the middle of something
 STALE_S = 2.0  # that forget and clear wait for writers in the middle of a block
@@ -37,7 +40,10 @@ STALE_S = 2.0  # that forget and clear wait for writers in the middle of a block
 
 @dataclass(frozen=True, slots=True)
 class LevelStats:
-    """One tier: what it says itself, what the store did with it, what waits for it, and how fast it is."""
+    """One tier: what it says itself, what the store did with it, what waits for it, and how fast it is.
+
+    late: what its last answer that did not come in time was said to be; empty while answers come in time.
+    """
 
     kind: TierKind
     tier: TierStats
@@ -45,6 +51,7 @@ class LevelStats:
     queued_blocks: int
     queued_bytes: int
     speed: Speed
+    late: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,10 @@ class TieredStore:
             self._levels, self._epochs, self._loader.idle, admission=config.admission, buffer_bytes=buffer_bytes,
             stored=self._explainer.note_stored,
         )  # fmt: skip
+        self._askers = {
+            level.name: Asker(level.name) for level in self._levels if level.local and level.kind is not TierKind.MEMORY
+        }
+        self._tier_stats: dict[str, TierStats] = {}  # as last known, of tiers that are asked beside
         self._saves = self._dropped_saves = 0
         self._opened = False
         for level in self._levels:
@@ -107,6 +118,8 @@ class TieredStore:
         self._writer.start()
         self._loader.start()
         self._explainer.start()
+        for asker in self._askers.values():
+            asker.start()
 
     def close(self) -> None:
         """Write what is queued within FLUSH_S, end all threads, close all tiers. Idempotent.
@@ -116,6 +129,8 @@ class TieredStore:
         self._loader.stop(JOIN_S)
         self._writer.stop(FLUSH_S, JOIN_S)
         self._explainer.stop(JOIN_S)
+        for asker in self._askers.values():
+            asker.stop(JOIN_S)
         for level in self._levels:
             level.tier.close()
 
@@ -133,13 +148,19 @@ class TieredStore:
         return self._keyring.tenant(name)
 
     def held(self, ids: Sequence[BlockId]) -> list[str | None]:
-        """Name of the fastest local tier that has each block. Changes nothing, asks nobody remote."""
+        """Name of the fastest local tier that has each block. Changes nothing, asks nobody remote.
+
+        Waits ANSWER_S for a tier on a disk: whatever does not say so soon what it has, has nothing.
+        """
         fastest: list[str | None] = [None] * len(ids)
         for level in reversed(self._levels):
             if level.local and ids:
                 try:
-                    held = level.promises(ids)
-                except TierUnavailable:
+                    held = self._asked(level, partial(level.promises, ids))
+                except AnswerLate:
+                    level.count(unavailable=1)
+                    continue
+                except TierUnavailable:  # counted by the level
                     continue
                 fastest = [level.name if here else name for here, name in zip(held, fastest, strict=True)]
         return fastest
@@ -193,13 +214,14 @@ class TieredStore:
                 self._writer.tell(level, partial(level.tier.note_namespace, root, shown))
 
     def stats(self) -> StoreStats:
-        """Counters, as of now. Never waits for a tier."""
+        """Counters, as of now; of a tier that does not say so soon, its own as last known."""
         levels = {
             level.name: LevelStats(
-                level.kind, level.stats(), level.counts, *self._writer.queued(level), level.meter.speed()
+                level.kind, self._stats_of(level), level.counts, *self._writer.queued(level), level.meter.speed(),
+                asker.error if (asker := self._askers.get(level.name)) else "",
             )
             for level in self._levels
-        }
+        }  # fmt: skip
         return StoreStats(levels, self._saves, self._dropped_saves, self._writer.unadmitted, self._loader.shared_reads)
 
     def clear(self) -> int:
@@ -237,6 +259,18 @@ class TieredStore:
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was saved is in its tiers, or given up; False if that takes longer."""
         return self._writer.flush(timeout_s)
+
+    def _asked(self, level: Level, call: Callable[[], T]) -> T:
+        """What a tier says, if it does so soon. Raises TierUnavailable."""
+        asker = self._askers.get(level.name)
+        return call() if asker is None else asker.ask(call)
+
+    def _stats_of(self, level: Level) -> TierStats:
+        try:
+            self._tier_stats[level.name] = self._asked(level, level.stats)
+        except TierUnavailable:
+            self._tier_stats.setdefault(level.name, TierStats())
+        return self._tier_stats[level.name]
 
     def _everywhere(self, call: Callable[[Tier], int], trouble: str) -> list[int]:
         counts, failures = [], []

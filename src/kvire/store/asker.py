@@ -1,0 +1,110 @@
+"""Asks a tier on a thread beside, so that an index on a disk that stalls keeps nobody for long.
+
+Engines look into the store between two steps, while answers are under way: whatever the disk does, such a look ends.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, cast
+
+from kvire.core.errors import TierUnavailable
+from kvire.store.health import Outage
+
+# An index in the page cache answers for 256 blocks in 1 ms, a cold one on a slow disk in tens. More than this is longer
+# than a step of a batch, and would show in the answers under way.
+ANSWER_S = 0.1
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class AnswerLate(TierUnavailable):
+    """The tier was not heard in time, or is not asked since it was late too often."""
+
+
+class _Question:
+    """One call, for the thread; its answer is (result, None) or (None, what it raised)."""
+
+    __slots__ = ("answer", "call", "given_up")
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call = call
+        self.answer: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
+        self.given_up = False
+
+
+class Asker:
+    """One thread for questions to the tier of that name, in order. Thread-safe.
+
+    An answer that is late is nobody's. After a few in a row the tier is not asked for a moment, and then tried again.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._outage = Outage(f"asking {name} what it has", time.monotonic)
+        self._questions: SimpleQueue[_Question | None] = SimpleQueue()
+        self._asked: _Question | None = None  # by the thread, now
+        self._thread: threading.Thread | None = None
+
+    @property
+    def error(self) -> str:
+        """Why the last answer did not come; empty once one came in time."""
+        return self._outage.error
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name=f"kvire look {self._name}", daemon=True)
+        self._thread.start()
+
+    def stop(self, join_s: float) -> None:
+        """End it, after what was asked before. From then on calls are made by those who ask. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._questions.put(None)
+            thread.join(join_s)
+
+    def ask(self, call: Callable[[], T]) -> T:
+        """What the call gives or raises, if that is known within ANSWER_S; else raises AnswerLate."""
+        if self._thread is None:
+            return call()
+        try:
+            self._outage.check()
+        except TierUnavailable as error:
+            raise AnswerLate(str(error)) from None
+        question = _Question(call)
+        asked = self._asked
+        if asked is not None and asked.given_up:  # the thread still waits for an answer that was late
+            raise self._late()
+        self._questions.put(question)
+        try:
+            result, failure = question.answer.get(timeout=ANSWER_S)
+        except Empty:
+            question.given_up = True
+            raise self._late() from None
+        self._outage.passed()
+        if failure is not None:
+            raise failure
+        return cast("T", result)
+
+    def _late(self) -> AnswerLate:
+        error = AnswerLate(f"{self._name} gave no answer within {ANSWER_S:g} s")
+        self._outage.failed(error)
+        return error
+
+    def _run(self) -> None:
+        while (question := self._questions.get()) is not None:
+            if question.given_up:
+                continue
+            self._asked = question
+            try:
+                question.answer.put((question.call(), None))
+            except TierUnavailable as error:
+                question.answer.put((None, error))
+            except Exception as error:  # a bug in a tier is a miss, and must not end the thread
+                log.exception("asking %s failed", self._name)
+                question.answer.put((None, TierUnavailable(f"{self._name}: {error}")))
+            finally:
+                self._asked = None
