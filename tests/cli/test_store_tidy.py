@@ -86,6 +86,37 @@ def test_gc_takes_unreadable_blocks_only_when_told(kvire_store, folder: Path, ke
     assert all(held(folder, prompts["long"]))
 
 
+def test_gc_takes_blocks_of_older_builds_only_when_told(kvire_store, folder: Path, keyring: Keyring) -> None:
+    """Pins, keys and sessions go on."""
+    token_ids, salt = list(range(64)), keyring.tenant("").salt
+    sessions = Sessions(folder, keyring, 1 << 20)
+    sessions.save("", Session("chat"))
+    before, old, new = ({}, {"build": "torch 1"}, {"build": "torch 2"})
+    blocks = [prompt(keyring, token_ids, **fields) for fields in (before, old, new)]
+    for age_s, fields, records in zip((2 * HOUR_S, HOUR_S, 0), (before, old, new), blocks, strict=True):
+        with open_tier(folder, age_s=age_s) as tier:
+            put(tier, keyring, records)
+            name = stores.namespace(salt, spec=stores.SPEC, **fields)
+            tier.note_namespace(name.root, {key: value for key, value in name.public_fields().items() if value})
+    with open_tier(folder) as tier:
+        tier.pin([blocks[1][0].id], pinned=True)
+
+    _, told, _ = kvire_store("stat", folder, "--json")
+    assert told["older_builds"]["blocks"] == 8 and told["older_builds"]["pinned"] == 1
+    assert [space["older_build"] for space in told["namespaces"]] == [False, True, True]
+    assert "of older builds 8 blocks" in kvire_store("stat", folder)[1]
+
+    _, left, _ = kvire_store("gc", folder, "--json")
+    assert (left["older_builds"]["blocks"], left["removed"]) == (8, 0)
+    assert "--older-builds takes them along" in kvire_store("gc", folder)[1]
+    assert kvire_store("gc", folder, "--older-builds", "--dry-run", "--json")[1]["removed"] == 0
+    assert kvire_store("gc", folder, "--older-builds", "--json")[1]["removed"] == 7
+    assert held(folder, blocks[0] + blocks[1]) == [False] * 4 + [True] + [False] * 3
+    assert all(held(folder, blocks[2]))
+    assert "1 of them stay, being pinned" in kvire_store("gc", folder, "--older-builds")[1]
+    assert keyring.tenant("").salt == salt and sessions.load("", "chat") is not None
+
+
 class DyingFiles(Files):
     """Ends the process in the middle of a frame."""
 

@@ -23,7 +23,7 @@ def kvire_store(command: str, folder: Path, key_file: Path) -> Any:
 def sound_and_whole(folder: Path, key_file: Path, *, engine: str, least_blocks: int) -> None:
     """One namespace, which says whose it is; every block can be read, and belongs to a chain without a hole."""
     [space] = kvire_store("stat", folder, key_file)["namespaces"]
-    assert space["fields"]["numerics"].startswith(engine)
+    assert space["fields"]["build"].startswith(engine)
     assert space["tenant"] == ""
     verified = kvire_store("verify", folder, key_file)
     assert verified["checked"] == verified["sound"] == space["blocks"] >= least_blocks

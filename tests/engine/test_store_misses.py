@@ -29,7 +29,7 @@ B = BLOCK
 PROMPT = words(1, 6 * B + 3)
 OTHERWISE = {
     "weights": "other", "config": "other", "numerics": "bfloat16/native", "kv_dtype": "int8", "spec": "other",
-    "block_size": 32, "adapter": "mine", "shard": "1/2", "layout_version": 2,
+    "block_size": 32, "adapter": "mine", "shard": "1/2", "layout_version": 2, "build": "other",
 }  # fmt: skip
 
 

@@ -6,6 +6,8 @@ As in mutants.py, a mutant patches one function of Kvire for the length of a tes
 from dataclasses import replace
 
 import pytest
+import torch
+import transformers
 
 from kvire.cache.grouped import GroupedPool
 from kvire.cache.window_pool import WindowPool
@@ -22,6 +24,7 @@ from kvire.engine.prefetch import Prefetcher
 from kvire.engine.scheduler import Scheduler
 from kvire.engine.sequence import Sequence
 from kvire.engine.store_link import StoreLink
+from kvire.models import fingerprint, loader
 from kvire.plan.cost import Way
 from kvire.store.level import Level
 from kvire.store.ticket import LoadState
@@ -112,9 +115,36 @@ def cache_salt_dropped(patch: pytest.MonkeyPatch) -> None:
 
 
 def weights_are_known_by_name(patch: pytest.MonkeyPatch) -> None:
-    """The digest of the weights is no part of the namespace."""
+    """Neither the digest of the weights nor what is looked at of them in memory is part of the namespace."""
     namespace = build_module.namespace
     patch.setattr(build_module, "namespace", lambda **parts: namespace(**(parts | {"weights": ""})))
+    patch.setattr(loader, "loaded_state", lambda model: "")
+
+
+def software_is_not_named(patch: pytest.MonkeyPatch) -> None:
+    """A namespace does not say what computed."""
+    patch.setattr(build_module, "computed_by", lambda *_: "")
+
+
+def software_is_known_by_its_versions(patch: pytest.MonkeyPatch) -> None:
+    """Whatever calls itself by the same number counts as the same."""
+    versions = f"torch {torch.__version__} transformers {transformers.__version__}"
+    patch.setattr(build_module, "computed_by", lambda *_: versions)
+
+
+def loading_is_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    """Only code counts, not the numbers that it computes with."""
+    patch.setattr(loader, "loaded_state", lambda model: "")
+
+
+def precision_is_not_named(patch: pytest.MonkeyPatch) -> None:
+    """How many bits float32 products have is nobody's business."""
+    patch.setattr(build_module, "matmul_precision", lambda device_type: "")
+
+
+def rotary_is_inert(patch: pytest.MonkeyPatch) -> None:
+    """The settings of the rotary embedding are left out of the config's digest."""
+    patch.setattr(fingerprint, "INERT_FIELDS", fingerprint.INERT_FIELDS | {"rope_parameters", "rope_theta"})
 
 
 def forgotten_salts_are_remembered(patch: pytest.MonkeyPatch) -> None:

@@ -153,11 +153,14 @@ def test_the_namespace_holds_all_of_it() -> None:
     assert spec_text(groups) == (
         "full layers=1 heads=2 k=16 v=16 window=0;sliding layers=0,2 heads=2 k=16 v=16 window=24"
     )
-    fields = {"weights": "w", "config": "c", "groups": groups, "numerics": "n", "kv_dtype": "float16", "block_size": 32}
+    fields = {
+        "weights": "w", "config": "c", "groups": groups, "numerics": "n", "kv_dtype": "float16", "block_size": 32,
+        "build": "b",
+    }  # fmt: skip
     roots = {namespace(**fields).root}
     for change in (
         {"weights": "v"}, {"config": "d"}, {"groups": groups[:1]}, {"numerics": "m"}, {"kv_dtype": "float32"},
-        {"block_size": 16}, {"adapter": "a"}, {"salt": "s"}, {"shard": "0/2"},
+        {"block_size": 16}, {"adapter": "a"}, {"salt": "s"}, {"shard": "0/2"}, {"build": "c"},
     ):  # fmt: skip
         roots.add(namespace(**(fields | change)).root)
-    assert len(roots) == 10
+    assert len(roots) == 11

@@ -3,8 +3,10 @@
 Each change has its other half: built again as it was, and built again as changed, an engine finds everything.
 """
 
+import inspect
 import json
 import shutil
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import torch
 from harness.differential import poison
 from harness.engines import BLOCK, words
 from harness.families import family_path
@@ -19,6 +22,7 @@ from harness.loads import PATIENT_S, ask_as
 from harness.stored import disk, memory, say_what_prefill_costs, shared_folder, store_over
 from harness.waiting import PATIENCE_S
 from store.servers import redis_server
+from transformers.models.llama import modeling_llama
 
 from kvire.attention.cpu import native_available
 from kvire.codec.frame import Frames
@@ -27,6 +31,7 @@ from kvire.core.keys import Namespace
 from kvire.core.report import MissReason
 from kvire.engine.build import build_engine
 from kvire.engine.engine import Engine
+from kvire.models import loader
 from kvire.store.remote import open_remote
 from kvire.store.tiered import TieredStore
 
@@ -35,10 +40,17 @@ PROMPT = words(2, 12 * 32 + 3)  # so long that every change of block size leaves
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that is not as it was. files: how the model's folder is changed; namespace: what no option reaches."""
+    """One thing that is not as it was.
+
+    options: of the engine.
+    files: how the model's folder is changed.
+    release: what another release of transformers makes of the model that it loads.
+    namespace: what no option reaches.
+    """
 
     options: Mapping[str, object] = field(default_factory=dict)
     files: Callable[[Path], None] | None = None
+    release: Callable[[torch.nn.Module], None] | None = None
     namespace: Mapping[str, object] = field(default_factory=dict)
     tenant: str = ""
     cache_salt: str = ""
@@ -59,9 +71,38 @@ def set_in_config(**values: object) -> Callable[[Path], None]:
     return change
 
 
+def rotary_in_half_precision(model: torch.nn.Module) -> None:
+    """Positions are turned by a module whose source says something else."""
+    source = inspect.getsource(modeling_llama.LlamaRotaryEmbedding.forward)
+    changed = textwrap.dedent(source).replace("cos = emb.cos()", "cos = emb.half().cos().float()")
+    assert changed != textwrap.dedent(source)
+    names = dict(vars(modeling_llama))
+    exec(changed, names)
+    rotary = model.model.rotary_emb
+    rotary.__class__ = type("LlamaRotaryEmbedding", (type(rotary),), {"forward": names["forward"]})
+
+
+def scaled_queries(model: torch.nn.Module) -> None:
+    """The same code; a number that it computes with comes out otherwise."""
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 1.01
+
+
+def another_release(make_otherwise: Callable[[torch.nn.Module], None]) -> Callable[..., torch.nn.Module]:
+    load = loader._load_model
+
+    def other(*arguments: object) -> torch.nn.Module:
+        model = load(*arguments)
+        make_otherwise(model)
+        return model
+
+    return other
+
+
 CHANGES = {
     "one weight": Change(files=one_weight),
     "a field of the config": Change(files=set_in_config(rms_norm_eps=1e-4)),
+    "rotary": Change(files=set_in_config(rope_parameters={"rope_type": "default", "rope_theta": 5000.0})),
     "a field that nobody knows": Change(files=set_in_config(made_up=1)),
     "float16 pool": Change({"kv_dtype": "float16"}),
     "bfloat16 pool": Change({"kv_dtype": "bfloat16"}),
@@ -69,6 +110,8 @@ CHANGES = {
     "block size": Change({"block_size": 2 * BLOCK}),
     "deterministic": Change({"deterministic": True}),
     "kernels": Change({"attention": "native"}),
+    "a release with another rotary": Change(release=rotary_in_half_precision),
+    "a release with another scale": Change(release=scaled_queries),
     "tenant": Change(tenant="somebody"),
     "cache salt": Change(cache_salt="salt"),
     "shape": Change(namespace={"spec": "full layers=0,1,2 heads=1 k=32 v=32 window=0"}),
@@ -105,7 +148,10 @@ class Builder:
         if change.files is not None:
             change.files(model)
         options = {"block_size": BLOCK, "kv_memory": "2MiB", "attention": "portable"} | change.options
-        engine, _ = build_engine(str(model), EngineConfig.from_options(options))
+        with pytest.MonkeyPatch.context() as patch:
+            if change.release is not None:
+                patch.setattr(loader, "_load_model", another_release(change.release))
+            engine, _ = build_engine(str(model), EngineConfig.from_options(options))
         engine.namespace = replace(engine.namespace, **change.namespace)
         return engine
 
@@ -171,6 +217,8 @@ def test_the_changes_reach_every_field_of_a_namespace(tmp_path: Path, builder: B
             salts = [e.identity(c.tenant, c.cache_salt)[0] for e, c in ((base, SAME), (engine, change))]
             mine, other = (replace(e.namespace, salt=salt) for e, salt in zip((base, engine), salts, strict=True))
             differing = {f.name for f in fields(Namespace) if getattr(mine, f.name) != getattr(other, f.name)}
-            assert len(differing) == 1, (name, differing)
-            reached |= differing
+            # what another option or file makes of the model is seen in the build, too; a release is seen there alone
+            told = differing if change.release is not None else differing - {"build"}
+            assert len(told) == 1, (name, differing)
+            reached |= told
     assert reached == {f.name for f in fields(Namespace)}

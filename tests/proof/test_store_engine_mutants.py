@@ -1,14 +1,32 @@
 """Each broken build of what joins engine and store is noticed by the test that claims to prove the opposite."""
 
+import tempfile
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+
 import pytest
 from engine import test_load_memory, test_loads, test_store, test_store_kinds, test_store_misses
 from harness import store_engine_mutants as broken
 from harness.broken_builds import Cases, Claim, Mutant, each_broken_build, must_notice
 from harness.stored import disk, memory
-from proof import test_store_soak
+from models import test_precision
+from proof import test_restart_matrix, test_store_soak
 from store.test_store_mutants import claim
 
 from kvire.store.tier import TierKind
+
+
+def matrix(test: Callable[..., None], **arguments: object) -> Claim:
+    """A test of the restart matrix, with engines of its own."""
+
+    @wraps(test)
+    def run() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            test(tmp_path=Path(folder), builder=test_restart_matrix.Builder(Path(folder) / "models"), **arguments)
+
+    return run
+
 
 DISK, REMOTE = TierKind.DISK, TierKind.REMOTE
 restart = claim(test_store.test_a_restart_finds_every_full_block_on_the_disk, length=150)
@@ -21,7 +39,16 @@ died = claim(test_loads.test_a_tier_that_dies_in_the_middle, after=1, kind=DISK)
 windows = claim(test_store_kinds.test_a_restart_reads_only_what_the_windows_need, family="gemma3_text", length=165)
 failed = claim(test_store_kinds.test_nothing_of_a_request_with_numbers_that_are_not_finite_stays_in_the_store, blocks=3)
 
+restarted = matrix(
+    test_restart_matrix.test_nothing_is_taken_over_across_a_change_and_everything_without_one, kind="memory"
+)
+reached = matrix(test_restart_matrix.test_the_changes_reach_every_field_of_a_namespace)
+
 CASES: Cases = [
+    (restarted, [broken.software_is_not_named, broken.software_is_known_by_its_versions,
+                 broken.loading_is_not_looked_at, broken.weights_are_known_by_name]),
+    (reached, [broken.rotary_is_inert]),
+    (claim(test_precision.test_an_engine_with_fewer_bits_has_another_namespace), [broken.precision_is_not_named]),
     (restart, [broken.saved_before_it_is_computed, broken.neighbour_saved, broken.loaded_into_the_neighbour,
                broken.block_saved_before_saved_again, broken.loaded_tokens_counted_twice]),
     (claim(test_store.test_blocks_of_the_answer_make_the_next_turn_warm), [broken.neighbour_saved]),

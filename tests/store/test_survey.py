@@ -81,3 +81,23 @@ def test_damage_is_only_what_two_reads_find(tmp_path: Path) -> None:
         [listed] = tier.entries()
         finding = Checker(tier, Keyring(tmp_path / "keys" / "keyring.json"), {}).check(listed)
         assert (finding.verdict, tier.reads) == (Verdict.SOUND, 2)
+
+
+def test_older_builds_are_those_that_nobody_reads_any_more() -> None:
+    """All but the one used last of those that differ in nothing else, and those from before builds were noted."""
+    salt, notes, entries = tenant_key().salt, {}, []
+
+    def stored(used: float, **fields: str) -> bytes:
+        name = namespace(salt, **fields)
+        notes[name.root] = name.public_fields()
+        entries.extend(entry(record, used=used) for record in chain(2, **fields))
+        return name.root
+
+    first, second = stored(1, build="torch 1"), stored(2, build="torch 2")
+    stored(3, build="torch 3")
+    stored(1, build="torch 1", weights="others")
+    silent = stored(9, spec="from before")
+    del notes[silent]["build"]
+    unknown = stored(9, spec="not noted")
+    del notes[unknown]
+    assert {space.root for space in Survey(entries, notes).older_builds} == {first, second, silent}

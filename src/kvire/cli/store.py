@@ -121,6 +121,14 @@ def gc(
             "store with keys of their own.",
         ),
     ] = False,
+    older_builds: Annotated[
+        bool,
+        typer.Option(
+            "--older-builds",
+            help="Also blocks of older builds: computed by other software than the blocks used last, with all else "
+            "the same, or by a version of Kvire that did not say.",
+        ),
+    ] = False,
     ttl: Annotated[
         float | None,
         typer.Option(
@@ -144,6 +152,7 @@ def gc(
         key_file,
         dry_run=dry_run,
         unreadable=unreadable,
+        older_builds=older_builds,
         ttl_s=ttl,
         confirm=None if yes else _ask,
         as_json=as_json,

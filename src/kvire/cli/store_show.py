@@ -76,6 +76,7 @@ def listing_values(place: Place, survey: Survey, tenant_tag: bytes | None, limit
 
 def stat_values(place: Place, survey: Survey) -> dict[str, Any]:
     """What `stat` says."""
+    older = {space.root for space in survey.older_builds}
     tier, stats = place.tier, place.tier.stats()
     is_disk = isinstance(tier, DiskTier)
     by_tenant: dict[bytes, list[Entry]] = {}
@@ -95,7 +96,8 @@ def stat_values(place: Place, survey: Survey) -> dict[str, Any]:
             | totals(entries)
             for tag, entries in by_tenant.items()
         ],
-        "namespaces": [space_values(place, space) for space in survey.spaces],
+        "older_builds": totals([entry for space in survey.older_builds for entry in space.entries]),
+        "namespaces": [space_values(place, space) | {"older_build": space.root in older} for space in survey.spaces],
     }
 
 
@@ -142,12 +144,18 @@ def print_stat(values: Mapping[str, Any]) -> None:
         _print(
             f"{values['strange']:,} values under blocks' names are no frames of this version: see kvire store verify"
         )
+    if (older := values["older_builds"])["blocks"]:
+        _print(
+            f"of older builds {older['blocks']:,} blocks, {format_size(older['bytes'])}: newer software computes them "
+            "anew; kvire store gc --older-builds removes them"
+        )
     for tenant in values["tenants"]:
         _print(f"{escape(tenant_name(tenant))}: {tenant['blocks']:,} blocks, {format_size(tenant['bytes'])}")
     now = time.time()
     for space in values["namespaces"]:
         _print(f"\n[bold]namespace {space['namespace'][:SHORT]}[/]  {escape(_summary(space))}")
-        _print(f"  last used {age(now - space['used'])} ago; read by an engine with exactly")
+        of_older = ", of an older build" if space["older_build"] else ""
+        _print(f"  last used {age(now - space['used'])} ago{of_older}; read by an engine with exactly")
         for name, value in (space["fields"] or {"": "(its fields were not noted here)"}).items():
             if value:
                 _print(f"  {name:<15}{escape(str(value))}")

@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,16 @@ Confirm = Callable[[str], None]  # asks; raises if the answer is no
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """Blocks that no request can find. unreadable: of tenants whose key is not at hand; others may have it."""
+    """Blocks that no request can find.
+
+    unreadable: of tenants whose key is not at hand; others may have it.
+    older: of older builds; others may still run one.
+    """
 
     expired: list[Entry]
     unreadable: list[Entry]
     orphans: list[Entry]
+    older: list[Entry]
 
 
 def gc(
@@ -42,6 +47,7 @@ def gc(
     *,
     dry_run: bool,
     unreadable: bool,
+    older_builds: bool,
     ttl_s: float | None,
     confirm: Confirm | None,
     as_json: bool,
@@ -56,7 +62,7 @@ def gc(
         garbage = _garbage(place, report, ttl_s, unreadable=unreadable)
         if garbage.orphans:  # a listing of a store in use may miss some: only what is missed twice is missing
             again = {entry.id for entry in _garbage(place, report, ttl_s, unreadable=unreadable).orphans}
-            garbage = Garbage(garbage.expired, garbage.unreadable, [e for e in garbage.orphans if e.id in again])
+            garbage = replace(garbage, orphans=[entry for entry in garbage.orphans if entry.id in again])
         sessions = _unreadable_sessions(place)
         if unreadable and not dry_run and confirm is not None and (garbage.unreadable or sessions):
             confirm(
@@ -69,6 +75,8 @@ def gc(
         if not dry_run:
             removed += place.delete(garbage.expired, "expired", report)
             removed += place.delete(garbage.orphans, "room", report)
+            if older_builds:
+                removed += place.delete([entry for entry in garbage.older if not entry.pinned], "room", report)
             if unreadable:
                 removed += place.delete(garbage.unreadable, "forgotten", report)
                 for tag in sessions:
@@ -79,6 +87,7 @@ def gc(
         "expired": show.totals(garbage.expired),
         "orphans": show.totals(garbage.orphans),
         "unreadable": show.totals(garbage.unreadable) | {"included": unreadable, "sessions_of_tenants": len(sessions)},
+        "older_builds": show.totals(garbage.older) | {"included": older_builds},
         "leftover_bytes": leftover_bytes,
         "removed": removed,
     }
@@ -217,8 +226,15 @@ def _garbage(place: Place, report: Progress, ttl_s: float | None, *, unreadable:
         else:
             rest.append(entry)
     survey = Survey(rest if unreadable else rest + foreign, notes)
-    orphans = [entry for space in survey.spaces for entry in space.orphans()]
-    return Garbage(expired, foreign, [e for e in orphans if not e.pinned and e.created < now - YOUNG_S])
+    orphans = [
+        entry
+        for space in survey.spaces
+        for entry in space.orphans()
+        if not entry.pinned and entry.created < now - YOUNG_S
+    ]
+    named = {entry.id for entry in orphans}
+    older = [e for space in Survey(rest, notes).older_builds for e in space.entries if e.id not in named]
+    return Garbage(expired, foreign, orphans, older)
 
 
 def _is_expired(entry: Entry, now: float, ttl_s: float | None) -> bool:
@@ -268,6 +284,12 @@ def _print_gc(values: dict[str, Any]) -> None:
     line = f"{unreadable['blocks']:,} blocks that no key at hand opens, {format_size(unreadable['bytes'])}"
     if unreadable["included"]:
         print(f"  {line}, and the sessions of {unreadable['sessions_of_tenants']:,} tenants")
+    older = values["older_builds"]
+    of_older = f"{older['blocks']:,} blocks of older builds, {format_size(older['bytes'])}"
+    if older["included"]:
+        print(f"  {of_older}; {older['pinned']:,} of them stay, being pinned" if older["pinned"] else f"  {of_older}")
     print(f"  leftovers of crashes, {format_size(values['leftover_bytes'])}")
     if unreadable["blocks"] and not unreadable["included"]:
         print(f"left alone: {line} (--unreadable takes them along)")
+    if older["blocks"] and not older["included"]:
+        print(f"left alone: {of_older} (--older-builds takes them along)")

@@ -47,18 +47,20 @@ def connector_namespace(
     """The namespace of what `engine` computes from a checkpoint; its salt is the tenant's, and is set later.
 
     model: the checkpoint's folder, or its weight files. config: the model config in force; values that JSON does not
-    know count by their text. engine: name and version. numerics: device, attention kernel, compute dtype and whatever
-    else changes bits. spec: text of a block's layout. The files are read once; later their digests are remembered.
+    know count by their text. engine: name and version of all that computes. numerics: device, attention kernel, compute
+    dtype and whatever else changes bits. spec: text of a block's layout. The files are read once; later their digests
+    are remembered.
     """
     files = weight_files(model) if isinstance(model, Path) else tuple(model)
     plain = json.loads(json.dumps(dict(config), default=str, sort_keys=True))
     return Namespace(
         weights=weights_digest(files),
         config=config_digest(plain),
-        numerics=f"{engine} {numerics}",
+        numerics=numerics,
         kv_dtype=kv_dtype,
         spec=spec,
         block_size=block_size,
         adapter=adapter,
         shard=shard,
+        build=engine,
     )

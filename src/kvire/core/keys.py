@@ -28,10 +28,16 @@ def field(tag: str, payload: bytes) -> bytes:
 class Namespace:
     """Everything besides tokens that decides KV. Two namespaces never share a block.
 
-    weights: digest of the weight files. config: digest of the whole model config that can change
-    KV. numerics: compute dtype, weight form and kernel family. kv_dtype: dtype of the pool.
-    spec: text of the block's shape. adapter: digest of an adapter, or empty. salt: the tenant.
-    shard: which part of a split model. layout_version: meaning of the bytes.
+    weights: digest of the weight files.
+    config: digest of the whole model config that can change KV.
+    numerics: compute dtype, weight form and kernel family.
+    kv_dtype: dtype of the pool.
+    spec: text of the block's shape.
+    adapter: digest of an adapter, or empty.
+    salt: the tenant.
+    shard: which part of a split model.
+    layout_version: meaning of the bytes.
+    build: versions and digests of the software that computes; empty where nothing is said of it.
     """
 
     weights: str
@@ -44,13 +50,15 @@ class Namespace:
     salt: str = ""
     shard: str = ""
     layout_version: int = LAYOUT_VERSION
+    build: str = ""
 
     @property
     def root(self) -> BlockKey:
         """Parent of every sequence's first block."""
         digest = sha256(field("kvire", b"namespace"))
         for f in fields(self):
-            digest.update(field(f.name, str(getattr(self, f.name)).encode("utf-8")))
+            if f.name != "build" or self.build:  # keys from before there was this field stay what they were
+                digest.update(field(f.name, str(getattr(self, f.name)).encode("utf-8")))
         return BlockKey(digest.digest())
 
     def public_fields(self) -> dict[str, str]:

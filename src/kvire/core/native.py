@@ -2,7 +2,9 @@
 
 import logging
 from functools import cache
+from hashlib import sha256
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 log = logging.getLogger(__name__)
@@ -18,3 +20,13 @@ def native_module() -> ModuleType | None:
     except ImportError as error:
         log.warning("the C++ kernels were built but cannot be loaded: %s", error)
         return None
+
+
+@cache
+def kernels_digest() -> str:
+    """Hex SHA-256 of the library that kvire._native was loaded from: its sources, its compiler and its options.
+
+    Empty where there are no kernels.
+    """
+    native = native_module()
+    return "" if native is None else sha256(Path(str(native.__file__)).read_bytes()).hexdigest()

@@ -79,3 +79,19 @@ class KVSpec:
     def bytes_per_token(self) -> int:
         """Bytes that one more token takes, over all groups; a block's padding, if it has any, shared out."""
         return -(-sum(map(self.block_bytes, range(len(self.groups)))) // self.block_size)
+
+
+def group_text(kind: str, layers: str, rest: str, window: int | None) -> str:
+    """One group of layers in a namespace's spec. rest: what else decides where its bytes lie; window: in tokens."""
+    return f"{kind} layers={layers} {rest} window={window or 0}"
+
+
+def windows_of(spec: str) -> tuple[int | None, ...] | None:
+    """The window of each group in a namespace's spec, in tokens, None for a group without; None: it does not say."""
+    windows: list[int | None] = []
+    for group in spec.split(";"):
+        head, _, window = group.rpartition(" window=")
+        if " layers=" not in head or not (window.isascii() and window.isdecimal()):
+            return None
+        windows.append(int(window) or None)
+    return tuple(windows)

@@ -7,21 +7,27 @@ from torch import nn
 
 from kvire.attention.cpu import best_attention
 from kvire.attention.paged_cache import PagedCache, PagedModel
+from kvire.attention.reference import PortableAttention
 from kvire.attention.tiled_model import TiledModel
 from kvire.cache.paged import PagedKV
 from kvire.core.config import EngineConfig, StoreConfig
 from kvire.core.errors import ConfigError, StoreError
+from kvire.core.native import kernels_digest
 from kvire.core.spec import KVSpec
 from kvire.engine.device import choose_device, device_with_room, free_bytes, prepare
 from kvire.engine.engine import Engine
 from kvire.engine.memory_plan import MemoryPlan
+from kvire.models.code_digest import ModelCode
 from kvire.models.fingerprint import namespace
 from kvire.models.loader import LoadedModel, load
 from kvire.models.native_modules import use_native_modules
+from kvire.models.precision import matmul_precision
 from kvire.models.progress import Progress
 from kvire.models.resolve import resolve
 from kvire.store.open import open_store
 from kvire.store.tiered import TieredStore
+
+DIGITS = 32  # hexadecimal ones, of each digest of software
 
 log = logging.getLogger(__name__)
 
@@ -53,17 +59,19 @@ def build_engine(
     paged = PagedKV(spec, plan.num_blocks, device)
     model_class = TiledModel if config.deterministic else PagedModel
     opened = _open(store, config, device)
+    model = model_class(loaded.model, PagedCache(paged, backend))
     engine = Engine(
-        model_class(loaded.model, PagedCache(paged, backend)),
+        model,
         paged,
         config,
         namespace(
             weights=loaded.weights_digest,
             config=loaded.config_digest,
             groups=loaded.groups,
-            numerics=f"float32/{'deterministic/' if config.deterministic else ''}{backend.name}/{device.type}",
+            numerics=numerics(config, backend, device),
             kv_dtype=config.kv_dtype,
             block_size=config.block_size,
+            build=computed_by(loaded, model, backend),
         ),
         max_model_len=plan.max_model_len,
         vocab_size=loaded.model.get_input_embeddings().num_embeddings,
@@ -72,6 +80,35 @@ def build_engine(
         store=opened,
     )
     return engine, loaded
+
+
+def numerics(config: EngineConfig, backend: PortableAttention, device: torch.device) -> str:
+    """How this engine computes, as far as options and this machine decide it."""
+    parts = ["float32", "deterministic" if config.deterministic else "", backend.name, device.type]
+    if precision := matmul_precision(device.type):
+        parts.append(f"matmul={precision}")
+    return "/".join(filter(None, parts))
+
+
+def computed_by(loaded: LoadedModel, bound: PagedModel | TiledModel, backend: PortableAttention) -> str:
+    """Versions and digests of all that computes KV. bound: the loaded model as it runs, over its cache.
+
+    Not the version of transformers: two releases that compute and load this model with the same code share blocks.
+    """
+    code = ModelCode(
+        loaded.model,
+        also={
+            type(bound): ("forward",),
+            PagedCache: ("update", "attend"),
+            type(backend): ("plan", "write", "attend", "attend_latent"),
+            PagedKV: ("write", "rounded", "gather"),
+        },
+        without=("transformers.masking_utils",),  # it makes no masks for an attention that it does not know
+    )
+    parts = {"torch": torch.__version__, "code": code.current()[:DIGITS], "loaded": loaded.state_digest[:DIGITS]}
+    if backend.name.startswith("native"):
+        parts["kernels"] = kernels_digest()[:DIGITS]
+    return " ".join(f"{name} {value}" for name, value in parts.items())
 
 
 def _open(store: StoreConfig | TieredStore | None, config: EngineConfig, device: torch.device) -> TieredStore | None:

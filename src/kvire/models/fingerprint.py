@@ -16,7 +16,7 @@ from typing import Any
 
 from kvire.core.cache_folder import cache_folder, write_json
 from kvire.core.keys import Namespace, field
-from kvire.core.spec import KVGroup
+from kvire.core.spec import KVGroup, group_text
 from kvire.models.progress import Progress, silent
 
 CHUNK_BYTES = 8 << 20
@@ -55,8 +55,12 @@ def config_digest(config: Mapping[str, Any]) -> str:
 def spec_text(groups: Sequence[KVGroup]) -> str:
     """The shape of a block as text, the same in every process: part of the namespace."""
     return ";".join(
-        f"{group.kind.value} layers={','.join(map(str, group.layers))} heads={group.kv_heads} "
-        f"k={group.key_width} v={group.value_width} window={group.window or 0}"
+        group_text(
+            group.kind.value,
+            ",".join(map(str, group.layers)),
+            f"heads={group.kv_heads} k={group.key_width} v={group.value_width}",
+            group.window,
+        )
         for group in groups
     )
 
@@ -69,11 +73,12 @@ def namespace(
     numerics: str,
     kv_dtype: str,
     block_size: int,
+    build: str,
     adapter: str = "",
     salt: str = "",
     shard: str = "",
 ) -> Namespace:
-    """The namespace of a model's blocks. weights, config: digests from above; numerics: from the engine."""
+    """The namespace of a model's blocks. weights, config: digests from above; numerics, build: from the engine."""
     return Namespace(
         weights=weights,
         config=config,
@@ -84,6 +89,7 @@ def namespace(
         adapter=adapter,
         salt=salt,
         shard=shard,
+        build=build,
     )
 
 

@@ -26,6 +26,7 @@ from kvire.core.spec import KVGroup
 from kvire.models.checkpoint import Checkpoint, open_checkpoint
 from kvire.models.families import kv_groups, max_positions, need_output_matrix
 from kvire.models.fingerprint import config_digest, weights_digest
+from kvire.models.loaded_state import loaded_state
 from kvire.models.progress import LateProgress, Progress, silent
 from kvire.models.resolve import model_name
 from kvire.models.rope import fix_longrope
@@ -41,8 +42,8 @@ class LoadedModel:
     model: the unmodified transformers class, in eval mode, without gradients. config: as it was built from, LongRoPE
     fixed. groups: what its layers
     keep per token. max_positions: longest sequence in tokens. eos_token_ids: all tokens that end an
-    answer, ascending. weights_digest, config_digest: hex, see fingerprint.py. weights_bytes: of the
-    weights in memory.
+    answer, ascending. weights_digest, config_digest: hex, see fingerprint.py. state_digest: hex, see loaded_state.py.
+    weights_bytes: of the weights in memory.
     """
 
     name: str
@@ -55,6 +56,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     weights_digest: str
     config_digest: str
+    state_digest: str
     weights_bytes: int
 
 
@@ -98,6 +100,7 @@ def load(
         eos_token_ids=_eos_token_ids(path, config, tokenizer),
         weights_digest=weights,
         config_digest=identity,
+        state_digest=loaded_state(model),
         weights_bytes=sum(tensor.numel() * tensor.element_size() for tensor in model.parameters()),
     )
 

@@ -228,8 +228,10 @@ class Explainer:
         known = [fields for other in others if (fields := noted.get(other)) is not None]
         if own is None or not known:
             return ()
-        differing = [tuple(n for n in sorted({*own, *fields}) if own.get(n) != fields.get(n)) for fields in known]
-        return min(differing, key=lambda names: (len(names), names))
+        differing = [sorted(n for n in {*own, *fields} if own.get(n) != fields.get(n)) for fields in known]
+        closest = min(differing, key=lambda names: (len(names), names))
+        # other weights and kernels make another build, too; then the build is not why
+        return tuple(name for name in closest if name != "build" or closest == ["build"])
 
     def _shared_tokens(self, query: MissQuery) -> int | None:
         best: int | None = None

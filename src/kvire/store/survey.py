@@ -8,13 +8,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from kvire.core.errors import StoreError
 from kvire.core.keys import BlockKey
+from kvire.core.spec import windows_of
 from kvire.store.tier import Entry
 
 LEAST_PREFIX_DIGITS = 6  # of a key or root, as people shorten them
-_GROUP = re.compile(r"\w+ layers=[\d,]* .*window=(\d+)")  # one group of a namespace's spec (models/fingerprint.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +68,24 @@ class Space:
     @property
     def needed_groups(self) -> frozenset[int] | None:
         """Groups of which a hit needs every block from the first on; the others have windows. None: not known."""
-        parts = [_GROUP.fullmatch(part) for part in (self.fields or {}).get("spec", "").split(";")]
-        known = [part for part in parts if part is not None]
-        if len(known) < len(parts):
-            return None
-        return frozenset(group for group, part in enumerate(known) if part[1] == "0")
+        windows = windows_of((self.fields or {}).get("spec", ""))
+        return None if windows is None else frozenset(group for group, window in enumerate(windows) if window is None)
+
+    @property
+    def build(self) -> str | None:
+        """The software that computed these blocks; None: not known, or from before it was noted."""
+        return None if self.fields is None else self.fields.get("build")
+
+    @property
+    def used(self) -> float:
+        """When the block used last was, in seconds since the epoch."""
+        return max(entry.used for entry in self.entries)
+
+    @property
+    def apart_from_build(self) -> tuple[Any, ...]:
+        """What namespaces have in common that differ in the build alone."""
+        fields = (self.fields or {}).items()
+        return (self.tenant_tag, *sorted((name, value) for name, value in fields if name != "build"))
 
     def chains(self) -> list[Chain]:
         """All chains, the one used last first."""
@@ -149,7 +163,22 @@ class Survey:
     @property
     def spaces(self) -> list[Space]:
         """All namespaces, the one used last first."""
-        return sorted(self._spaces.values(), key=lambda space: -max(entry.used for entry in space.entries))
+        return sorted(self._spaces.values(), key=lambda space: -space.used)
+
+    @property
+    def older_builds(self) -> list[Space]:
+        """Namespaces that no engine of a build in use reads any more.
+
+        Of those that differ in the build alone, all but the build used last; and those noted before builds were.
+        """
+        newest: dict[tuple[Any, ...], str] = {}
+        older = []
+        for space in self.spaces:
+            if space.build is None:
+                older += [space] if space.fields is not None else []
+            elif newest.setdefault(space.apart_from_build, space.build) != space.build:
+                older.append(space)
+        return older
 
     @property
     def entries(self) -> list[Entry]:

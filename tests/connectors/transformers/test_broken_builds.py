@@ -1,18 +1,23 @@
 """Deliberately broken builds of the stored cache, and the claims that notice them."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from harness.broken_builds import Cases, Claim, Mutant, each_broken_build, each_claim, must_notice
 from harness.plain_generate import greedy, prompt, tiny
+from transformers.models.llama import modeling_llama
 
 from kvire.connectors.transformers import StoredCache
 from kvire.connectors.transformers import loading as loading_module
+from kvire.connectors.transformers import weights as weights_module
 from kvire.connectors.transformers.blocks import CACHE
 from kvire.connectors.transformers.computed import Computed
 from kvire.core.config import StoreConfig
+from kvire.models.code_digest import ModelCode
 
 BLOCK = 16
 
@@ -52,6 +57,51 @@ def one_token_is_always_computed() -> None:
                 assert stored.report.reused_tokens == reused
 
 
+def edited_models_find_nothing_of_before(edit: Callable[[pytest.MonkeyPatch, Any], None]) -> Claim:
+    """Between two calls, and after opening anew."""
+
+    def claim() -> None:
+        with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
+            path = Path(place)
+            model, ids = tiny("llama", path / "model"), prompt(4 * BLOCK)
+            with StoredCache.open(model, config(path)) as stored:
+                stored.generate(ids, **greedy(2))
+                edit(patch, model)
+                stored.generate(ids, **greedy(2))
+                assert stored.report.reused_tokens == 0
+            edit(patch, model)
+            with StoredCache.open(model, config(path)) as stored:
+                stored.generate(ids, **greedy(2))
+                assert stored.report.reused_tokens == 0
+
+    claim.__name__ = f"nothing_is_found_after_{edit.__name__}"
+    return claim
+
+
+def an_edited_number(patch: pytest.MonkeyPatch, model: Any) -> None:
+    model.model.layers[0].self_attn.scaling *= 2
+
+
+def an_edited_function(patch: pytest.MonkeyPatch, model: Any) -> None:
+    rotate = modeling_llama.rotate_half
+    patch.setattr(modeling_llama, "rotate_half", lambda x: 2 * rotate(x))
+
+
+def numbers_do_not_count(patch: pytest.MonkeyPatch) -> None:
+    """Only tensors do."""
+    patch.setattr(weights_module, "plain_attributes", lambda model: b"")
+
+
+def code_does_not_count(patch: pytest.MonkeyPatch) -> None:
+    """A model is its weights and its config."""
+    patch.setattr(ModelCode, "current", lambda self: "")
+
+
+def code_is_looked_at_once(patch: pytest.MonkeyPatch) -> None:
+    """When the model is opened."""
+    patch.setattr(ModelCode, "current", lambda self: self._walk.hexdigest)
+
+
 def cropped_tokens_are_stored(patch: pytest.MonkeyPatch) -> None:
     """What went into the cache counts, not what is left of it."""
 
@@ -70,6 +120,8 @@ def whole_prompts_are_loaded(patch: pytest.MonkeyPatch) -> None:
 CASES: Cases = [
     (what_generate_took_back_is_not_stored, [cropped_tokens_are_stored]),
     (one_token_is_always_computed, [whole_prompts_are_loaded]),
+    (edited_models_find_nothing_of_before(an_edited_number), [numbers_do_not_count]),
+    (edited_models_find_nothing_of_before(an_edited_function), [code_does_not_count, code_is_looked_at_once]),
 ]
 
 

@@ -4,7 +4,10 @@ import pytest
 import torch
 from harness.plain_generate import greedy, load, prompt, tiny
 from torch import nn
-from transformers import AutoConfig
+from torch.nn import functional
+from transformers import AttentionInterface, AutoConfig
+from transformers.cache_utils import DynamicLayer
+from transformers.models.llama import modeling_llama
 
 from kvire.connectors.transformers import StoredCache
 from kvire.connectors.transformers.identity import refuse
@@ -42,9 +45,26 @@ def _eager(model) -> None:
     model.set_attn_implementation("eager")
 
 
+def _other_scaling_of_positions(model) -> None:
+    model.model.rotary_emb.attention_scaling *= 1.3
+
+
+def _other_scaling_of_scores(model) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 3
+
+
+def _other_epsilon(model) -> None:
+    model.model.layers[0].input_layernorm.variance_epsilon = 0.1
+
+
 @pytest.mark.parametrize(
-    "change", [_edit_in_place, _merge_by_data, _through_numpy, _replace, _round_positions, _other_activation, _eager]
-)
+    "change",
+    [
+        _edit_in_place, _merge_by_data, _through_numpy, _replace, _round_positions, _other_activation, _eager,
+        _other_scaling_of_positions, _other_scaling_of_scores, _other_epsilon,
+    ],
+)  # fmt: skip
 def test_a_model_changed_in_memory_does_not_hit(checkpoint, config, change) -> None:
     """While it is open, between two calls; and what it computes then is not found by the unchanged one."""
     ids, model = prompt(100), load(checkpoint)
@@ -55,11 +75,63 @@ def test_a_model_changed_in_memory_does_not_hit(checkpoint, config, change) -> N
         assert torch.equal(stored.generate(ids, **greedy(20)), expected)
         assert stored.report.reused_tokens == 0
         assert stored.report.miss is MissReason.OTHER_NAMESPACE
-        assert stored.report.miss_detail in {"weights", "numerics"}
+        assert stored.report.miss_detail in {"weights", "numerics", "build"}
         assert torch.equal(stored.generate(ids, **greedy(20)), expected)
         assert stored.report.reused_tokens == 96
     with StoredCache.open(load(checkpoint), config) as stored:
         assert torch.equal(stored.generate(ids, **greedy(20)), before)
+        assert stored.report.reused_tokens == 96
+
+
+def _other_mlp(patch) -> None:
+    forward = modeling_llama.LlamaMLP.forward
+    patch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: 0.5 * forward(self, x))
+
+
+def _other_rotary_function(patch) -> None:
+    patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_, **__: (q, k))
+
+
+def _another_attention_under_the_same_name(patch) -> None:
+    def attention(module, query, key, value, *_, **__):
+        out = value.repeat_interleave(query.shape[1] // value.shape[1], 1)[..., -query.shape[2] :, :]
+        return out.transpose(1, 2).contiguous(), None
+
+    patch.setitem(AttentionInterface._global_mapping, "sdpa", attention)
+
+
+def _attention_of_torch_replaced(patch) -> None:
+    attend = functional.scaled_dot_product_attention
+    patch.setattr(functional, "scaled_dot_product_attention", lambda *args, **options: 0.5 * attend(*args, **options))
+
+
+def _another_cache(patch) -> None:
+    update = DynamicLayer.update
+    patch.setattr(DynamicLayer, "update", lambda self, k, v, *_, **__: update(self, k, 2 * v))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        _other_mlp, _other_rotary_function, _another_attention_under_the_same_name, _attention_of_torch_replaced,
+        _another_cache,
+    ],
+)  # fmt: skip
+def test_edited_code_does_not_hit(checkpoint, config, edit) -> None:
+    """Between two calls, and in a model that was opened after the edit; taken back, everything is found again."""
+    ids, model = prompt(100), load(checkpoint)
+    with StoredCache.open(model, config) as stored:
+        before = stored.generate(ids, **greedy(8))
+        with pytest.MonkeyPatch.context() as patch:
+            edit(patch)
+            expected = model.generate(ids, **greedy(8))
+            assert torch.equal(stored.generate(ids, **greedy(8)), expected)
+            assert (stored.report.reused_tokens, stored.report.miss_detail) == (0, "build")
+            assert stored.store.flush(10)
+            with StoredCache.open(load(checkpoint), stored.store) as other:
+                other.generate(ids, **greedy(8))
+                assert other.report.reused_tokens == 96
+        assert torch.equal(stored.generate(ids, **greedy(8)), before)
         assert stored.report.reused_tokens == 96
 
 
@@ -161,6 +233,18 @@ def test_a_model_that_is_more_than_its_weights_is_refused(model, config, change,
         if changed is model:
             with pytest.raises(UnsupportedModelError, match=match):
                 stored.generate(prompt(40), **greedy(2))
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_another_precision_of_products_does_not_hit(model, config, precision) -> None:
+    with StoredCache.open(model, config) as stored:
+        stored.generate(prompt(100), **greedy(2))
+        torch.set_float32_matmul_precision(precision)
+        try:
+            stored.generate(prompt(100), **greedy(2))
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        assert (stored.report.reused_tokens, stored.report.miss_detail) == (0, "numerics")
 
 
 def test_autocast_is_refused(model, config) -> None:

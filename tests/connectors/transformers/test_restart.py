@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import transformers
+import torch
 from connectors.store_commands import sound_and_whole
 from harness.plain_generate import greedy, prompt
 from harness.waiting import PATIENCE_S
@@ -57,8 +57,7 @@ def test_kvire_store_reads_what_was_written(model, config) -> None:
     pytest.importorskip("kvire.cli.main", reason="the command line is not installed here", exc_type=ImportError)
     with StoredCache.open(model, config) as stored:
         stored.generate(prompt(100), **greedy(16))
-    engine = f"transformers {transformers.__version__} "
-    sound_and_whole(config.path, config.key_file, engine=engine, least_blocks=7)
+    sound_and_whole(config.path, config.key_file, engine=f"torch {torch.__version__} code ", least_blocks=7)
 
 
 @pytest.mark.model

@@ -160,6 +160,25 @@ def test_a_namespace_tells_apart_what_decides_kv(tmp_path: Path) -> None:
     assert len({name.root, *(other.root for other in others)}) == len(others) + 1
 
 
+def test_products_with_fewer_bits_are_named() -> None:
+    """Whoever set it, vLLM's VLLM_FLOAT32_MATMUL_PRECISION or a program around it: torch is asked where it computes."""
+    program = (
+        "import sys, types, torch\n"
+        "sys.modules['vllm'] = types.ModuleType('vllm')\n"
+        "from kvire.connectors.vllm.groups import Group\n"
+        "from kvire.connectors.vllm.identity import facts_of\n"
+        "layer = types.SimpleNamespace(get_attn_backend=lambda: types.SimpleNamespace(get_name=lambda: 'CPU'))\n"
+        "compilation = types.SimpleNamespace(static_forward_context={'l0': layer})\n"
+        "config = types.SimpleNamespace(compilation_config=compilation)\n"
+        "group = types.SimpleNamespace(layers=['l0'], kind='full', window=None)\n"
+        "for precision in ('highest', 'medium'):\n"
+        "    torch.set_float32_matmul_precision(precision)\n"
+        "    print(facts_of(config, [group], {'l0': torch.zeros(2, 4, 16, 8)}, [1024]).numerics)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["attention=CPU", "attention=CPU matmul=bf16"]
+
+
 def test_a_folder_without_weights_has_no_name(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="no weight files"):
         weight_files(tmp_path)

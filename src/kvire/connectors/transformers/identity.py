@@ -4,15 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
-from kvire.connectors.transformers.blocks import CacheLayout
+from kvire.connectors.transformers.blocks import CacheLayout, new_cache
 from kvire.connectors.transformers.weights import WeightsDigest
 from kvire.core.errors import UnsupportedModelError
 from kvire.core.keys import Namespace
+from kvire.models.code_digest import ModelCode
 from kvire.models.families import as_dict, kv_groups
 from kvire.models.fingerprint import config_digest, namespace
+from kvire.models.precision import matmul_precision
 
 
 class ModelIdentity:
@@ -24,6 +25,7 @@ class ModelIdentity:
         self.limit_tokens = _limit_tokens(as_dict(model.config))
         # LongRoPE leaves in these what the last forward chose of the two that the config holds; each chooses anew.
         self._weights = WeightsDigest(model, without=() if self.limit_tokens is None else ("inv_freq",))
+        self._code = ModelCode(model, also=_of_cache(new_cache(model.config)))
 
     def namespace(self, layout: CacheLayout) -> Namespace:
         """Of what the model would compute now; without a salt. Raises UnsupportedModelError."""
@@ -36,6 +38,7 @@ class ModelIdentity:
             numerics=_numerics(self._model),
             kv_dtype=layout.spec.dtype,
             block_size=layout.spec.block_size,
+            build=f"torch {torch.__version__} code {self._code.current()}",
         )
 
 
@@ -79,11 +82,15 @@ def _numerics(model: Any) -> str:
     kernels = [str(config._attn_implementation)]  # noqa: SLF001 - where transformers keeps it
     if (experts := getattr(config, "_experts_implementation", None)) is not None:
         kernels.append(f"experts={experts}")
-    if (precision := torch.get_float32_matmul_precision()) != "highest":
-        kernels.append(f"matmul={precision}")
     devices = sorted({parameter.device.type for parameter in model.parameters()})
+    kernels += [f"matmul={precision}" for device in devices if (precision := matmul_precision(device))]
     dtype = str(model.dtype).removeprefix("torch.")
-    return f"transformers {transformers.__version__} {'/'.join([dtype, *kernels, *devices])}"
+    return f"transformers {'/'.join([dtype, *kernels, *devices])}"
+
+
+def _of_cache(cache: Any) -> dict[type, tuple[str, ...]]:
+    """The methods through which K and V go on their way from a layer to its attention."""
+    return dict.fromkeys((type(cache), *map(type, cache.layers)), ("update", "get_mask_sizes"))
 
 
 def _limit_tokens(config: Mapping[str, Any]) -> int | None:

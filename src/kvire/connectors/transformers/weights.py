@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from kvire.core.errors import UnsupportedModelError
 from kvire.core.keys import field
+from kvire.models.loaded_state import plain_attributes
 
 CHUNK_BYTES = 64 << 20  # of a tensor elsewhere than in memory: what is copied, or computed on, at once
 HASHING_THREADS = 8
@@ -41,10 +42,11 @@ class WeightsDigest:
         named = list(self._tensors())
         with ThreadPoolExecutor(min(HASHING_THREADS, os.cpu_count() or 1)) as threads:
             checksums = b"".join(threads.map(_checksum, [tensor for _, tensor in named]))
-            checked = sha256(_structure(self._model, named) + checksums).digest()
+            structure = _structure(self._model, named)
+            checked = sha256(structure + checksums).digest()
             if checked != self._checked:
                 digests = threads.map(_sha256, [tensor for _, tensor in named])
-                whole = sha256(field("kvire", b"weights in memory") + _structure(self._model, named))
+                whole = sha256(field("kvire", b"weights in memory") + structure)
                 for digest in digests:
                     whole.update(digest)
                 self._digest, self._checked = whole.hexdigest(), checked
@@ -63,12 +65,16 @@ class WeightsDigest:
 
 
 def _structure(model: nn.Module, named: list[tuple[str, Tensor]]) -> bytes:
-    """Which module is where, and which tensor: the same numbers in other classes are another model."""
+    """Which module is where, with which numbers, and which tensor: the same weights in others are another model."""
     modules = (
         f"{name} {type(module).__module__}.{type(module).__qualname__}" for name, module in model.named_modules()
     )
     tensors = (f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in named)
-    return field("modules", "\n".join(modules).encode()) + field("tensors", "\n".join(tensors).encode())
+    return (
+        field("modules", "\n".join(modules).encode())
+        + field("attributes", plain_attributes(model))
+        + field("tensors", "\n".join(tensors).encode())
+    )
 
 
 def _sha256(tensor: Tensor) -> bytes:

@@ -6,6 +6,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import torch
 import vllm
 
 from kvire.connectors.identity import connector_namespace
@@ -13,6 +14,8 @@ from kvire.connectors.vllm.groups import Group
 from kvire.connectors.vllm.messages import Facts
 from kvire.core.errors import ConfigError, UnsupportedModelError
 from kvire.core.keys import Namespace
+from kvire.core.spec import group_text
+from kvire.models.precision import matmul_precision
 
 # vLLM 0.30 loads what a connector has also for a request that wants the log probabilities of its prompt, and answers
 # with numbers that nobody computed; later ones compute such prompts whole.
@@ -62,7 +65,7 @@ def check_version(version: str) -> None:
 def facts_of(vllm_config: Any, groups: Sequence[Group], layers: Mapping[str, Any], row_bytes: Sequence[int]) -> Facts:
     """What a worker says of its cache. layers: vLLM's cache tensors by name; row_bytes: of a block, by group."""
     context = vllm_config.compilation_config.static_forward_context
-    kernels, dtypes, texts = set(), set(), []
+    kernels, dtypes, texts, devices = set(), set(), [], set()
     for group in groups:
         shapes = []
         for name in group.layers:
@@ -70,15 +73,17 @@ def facts_of(vllm_config: Any, groups: Sequence[Group], layers: Mapping[str, Any
             # how a CPU kernel packs the inside of a page depends on the instructions there are
             kernels.add(f"{layer.get_attn_backend().get_name()}/{getattr(layer, 'isa', '')}".rstrip("/"))
             dtypes.add(f"{tensor.dtype}".removeprefix("torch."))
+            devices.add(tensor.device.type)
             order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
             shapes.append(f"{list(tensor.shape[1:])}{tensor.dtype} order={order}")
         names = sha256("\n".join(group.layers).encode()).hexdigest()[:16]
         runs = sorted(set(shapes))
         same = runs[0] if len(runs) == 1 else sha256("\n".join(shapes).encode()).hexdigest()[:16]
-        # as the groups of Kvire's own namespaces begin and end: `kvire store` tells windows by that (store/survey.py)
-        texts.append(f"{group.kind} layers={len(group.layers)} names={names} {same} window={group.window or 0}")
+        texts.append(group_text(group.kind, str(len(group.layers)), f"names={names} {same}", group.window))
+    numerics = [f"attention={','.join(sorted(kernels))}"]
+    numerics += [f"matmul={precision}" for device in sorted(devices) if (precision := matmul_precision(device))]
     return Facts(
-        numerics=f"attention={','.join(sorted(kernels))}",
+        numerics=" ".join(numerics),
         kv_dtype=",".join(sorted(dtypes)),
         spec=";".join(texts),
         block_bytes=tuple(row_bytes),
@@ -102,7 +107,7 @@ def namespace_of(vllm_config: Any, facts: Sequence[Facts], block_size: int) -> N
     return connector_namespace(
         checkpoint(vllm_config),
         config.to_dict(),
-        engine=f"vllm {vllm.__version__}",
+        engine=f"vllm {vllm.__version__} torch {torch.__version__}",
         numerics=" ".join(numerics),
         kv_dtype=facts[0].kv_dtype,
         spec=specs[0] if len(set(specs)) == 1 else ";".join(specs),
