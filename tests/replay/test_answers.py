@@ -1,8 +1,11 @@
 """Answers worked out by hand, and those that other code measured on the recorded traces."""
 
-import pytest
-from replay.traces import random_trace, recorded, trace_of
+import heapq
 
+import pytest
+from replay.traces import random_trace, recorded, trace_of, write_lines
+
+from kvire.replay.caches import RankCache
 from kvire.replay.formats import read_trace
 from kvire.replay.optimum import ceiling_tokens
 from kvire.replay.policies import POLICIES, policy_named
@@ -26,6 +29,11 @@ MADE = trace_of([
     ("ac", 21),
 ])  # fmt: skip
 
+WITH_ROOM_FOR_THREE = [
+    {"t": t, "tokens": 512 * len(blocks), "block_tokens": 512, "blocks": list(blocks)}
+    for t, blocks in enumerate(("123", "9", "123"))
+]
+
 
 def test_by_hand():
     assert ideal(MADE).tokens == 19 + 10 + 0 + 20 + 20
@@ -38,6 +46,31 @@ def test_by_hand():
     assert ceiling_tokens(MADE, 2) == 19 + 10 + 0 + 20 + 10
     # one block: a
     assert hits(MADE, "lru", 1) == 10 + 10 + 0 + 0 + 10
+
+
+@pytest.mark.parametrize("policy", ["lru", "store"])
+def test_the_end_of_a_prompt_goes_first_in_every_run(tmp_path, policy):
+    """9 takes the place of 3, so the third request hits 1 and 2: 1,024 of 3,584 tokens."""
+    trace = read_trace(write_lines(tmp_path / "t.jsonl", WITH_ROOM_FOR_THREE))
+    assert {hits(trace, policy, 3) for _ in range(200)} == {1024}
+    assert trace.input_tokens == 3584 and round(1024 / 3584, 4) == 0.2857
+
+
+def test_the_optimum_does_not_keep_what_is_never_asked_again(tmp_path):
+    """It keeps 1, 2 and 3, and leaves 9 out; of 1,536 tokens found the last one is computed all the same."""
+    trace = read_trace(write_lines(tmp_path / "t.jsonl", WITH_ROOM_FOR_THREE))
+    assert ceiling_tokens(trace, 3) == 1535
+
+
+def test_a_cache_that_evicts_a_prompts_beginning_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(RankCache, "_free", lambda self, block: self._turn[block] != self._turns)
+    monkeypatch.setattr(
+        RankCache,
+        "_queue",
+        lambda self, block: heapq.heappush(self._heap, (self._order[block], self.depths[block], block)),
+    )
+    trace = read_trace(write_lines(tmp_path / "t.jsonl", WITH_ROOM_FOR_THREE))
+    assert hits(trace, "lru", 3) == 0
 
 
 def test_a_lifetime_counts_from_the_last_use():

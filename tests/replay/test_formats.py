@@ -1,5 +1,6 @@
 """Every format is told from its content, and what is no trace says why."""
 
+import gzip
 import json
 
 import pytest
@@ -7,6 +8,7 @@ from replay.traces import recorded, write_lines
 
 from kvire.core.errors import ConfigError
 from kvire.replay.formats import read_trace
+from kvire.replay.policies import policy_named
 from kvire.replay.simulate import ideal
 
 
@@ -111,3 +113,135 @@ def test_spread_and_coarse(tmp_path):
     assert coarse.block_tokens == 20
     assert [r.blocks for r in coarse.requests] == [(0, 1), (0, 1), (0, 2), (0, 2)]
     assert coarse.parents == [-1, 0, 0]
+
+
+BAILIAN = [
+    {"chat_id": 1, "parent_chat_id": -1, "timestamp": 0.0, "input_length": 48, "output_length": 5, "type": "text",
+     "turn": 1, "hash_ids": [1, 2, 3]},
+    {"chat_id": 2, "parent_chat_id": 1, "timestamp": 30.5, "input_length": 64, "output_length": 5, "turn": 2,
+     "hash_ids": [1, 2, 3, 4]},
+    {"chat_id": 3, "parent_chat_id": -1, "timestamp": 61.0, "input_length": 33, "output_length": 5, "turn": 1,
+     "hash_ids": [1, 2, 9]},
+]  # fmt: skip
+
+
+def test_bailians_blocks_of_16_and_seconds_are_told_from_the_file(tmp_path):
+    """The second prompt hits the first's 48 tokens, the third 32: 80 of 145."""
+    trace = read_trace(write_lines(tmp_path / "t.jsonl", BAILIAN))
+    assert (trace.format, trace.block_tokens, trace.duration_s, trace.notes) == ("bailian", 16, 61.0, [])
+    assert (ideal(trace).tokens, trace.input_tokens) == (80, 145)
+    assert round(80 / 145, 4) == 0.5517
+    assert [request.session for request in trace.requests] == ["1", "1", "3"]
+
+
+def of_size(size, *, unit=1, fields=()):
+    """The same prompts in blocks of another size, and times in another unit."""
+    rows = []
+    for row in BAILIAN:
+        kept = {name: value for name, value in row.items() if name.endswith("length") or name == "hash_ids"}
+        length = -(-row["input_length"] * size // 16)
+        rows.append(kept | {"timestamp": int(row["timestamp"] * unit), "input_length": length} | dict(fields))
+    return rows
+
+
+@pytest.mark.parametrize("size", [8, 16, 32, 64, 128, 256, 512, 1024])
+def test_every_usual_size_is_told_by_lengths_and_ids(tmp_path, size):
+    trace = read_trace(write_lines(tmp_path / "t.jsonl", of_size(size, unit=1000)))
+    assert (trace.format, trace.block_tokens, trace.duration_s) == ("mooncake", size, 61.0)
+    assert ideal(trace).tokens / trace.input_tokens == pytest.approx(80 / 145, abs=0.01)
+
+
+def test_a_size_that_is_not_usual_is_given_by_option_or_field(tmp_path):
+    path = write_lines(tmp_path / "t.jsonl", of_size(48))
+    with pytest.raises(ConfigError, match=r"no usual size fits them.*--block-tokens.*a field block_size"):
+        read_trace(path)
+    assert read_trace(path, block_tokens=48).block_tokens == 48
+    said = write_lines(tmp_path / "said.jsonl", of_size(48, fields={"block_size": 48}.items()))
+    assert read_trace(said).block_tokens == 48
+    with pytest.raises(ConfigError, match="leave --block-tokens 16 out"):
+        read_trace(said, block_tokens=16)
+
+
+@pytest.mark.parametrize("wrong", [1, 8, 15, 17, 32, 64, 512])
+def test_a_wrong_size_is_an_error_that_names_the_option(tmp_path, wrong):
+    path = write_lines(tmp_path / "t.jsonl", BAILIAN)
+    with pytest.raises(
+        ConfigError, match=rf"blocks of {wrong} tokens do not fit \d of the 3 .*blocks of 16 do.*--block-t"
+    ):
+        read_trace(path, block_tokens=wrong)
+
+
+def test_prompts_of_one_block_do_not_tell_its_size(tmp_path):
+    rows = [
+        {"timestamp": t, "input_length": n, "output_length": 1, "hash_ids": [1]} for t, n in ((0.5, 16), (61.0, 12))
+    ]
+    path = write_lines(tmp_path / "t.jsonl", rows)
+    with pytest.raises(
+        ConfigError, match=r"prompts fit blocks of 16, 32, 64, 128, 256, 512, 1024 tokens.*--block-tokens"
+    ):
+        read_trace(path)
+    trace = read_trace(path, block_tokens=16)
+    assert trace.duration_s == 60.5
+    assert trace.notes == ["timestamps have fractions, so they are read as seconds; if they are not: --time-unit ms"]
+    assert read_trace(path, block_tokens=16, time_unit="ms").duration_s == pytest.approx(0.0605)
+    with pytest.raises(ConfigError, match="--time-unit is s or ms"):
+        read_trace(path, block_tokens=16, time_unit="min")
+
+
+def test_a_reader_that_takes_512_for_granted_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvire.replay.formats.block_tokens_of", lambda *_: 512)
+    with pytest.raises(ConfigError, match="no request that can be replayed"):
+        read_trace(write_lines(tmp_path / "t.jsonl", BAILIAN))
+
+
+def test_delays_count_from_the_request_before_in_the_session(tmp_path):
+    row = {"input_length": 1500, "output_length": 5, "hash_ids": [1, 2, 3]}
+    rows = [
+        {"session_id": "a", "delay": 500, **row},
+        {"session_id": "b", "timestamp": 2000, **row},
+        {"session_id": "a", "delay": 250, **row},
+        {"session_id": "b", "delay": 1000, **row},
+        {"session_id": "b", **row},
+        row,
+    ]
+    trace = read_trace(write_lines(tmp_path / "t.jsonl", rows))
+    assert [(r.session, r.time_s) for r in trace.requests] == [
+        ("a", 0.5), ("a", 0.75), ("b", 2.0), ("b", 3.0), ("b", 3.0)
+    ]  # fmt: skip
+    assert trace.block_tokens == 512
+    assert trace.skipped == ["t.jsonl line 6: timestamp must be a number, or there must be a delay or a session_id"]
+    [note] = trace.notes
+    assert note.startswith("4 requests without a timestamp")
+
+
+def test_a_trace_without_times_is_replayed_in_its_order_and_no_clock_is_asked(tmp_path):
+    rows = [{name: row[name] for name in ("input_length", "output_length", "hash_ids")} for row in BAILIAN]
+    trace = read_trace(write_lines(tmp_path / "t.jsonl", rows))
+    assert ideal(trace).tokens == 80
+    assert not trace.is_timed and "no times" in trace.notes[0]
+    with pytest.raises(ConfigError, match="ttl=300 needs times"):
+        policy_named("ttl=300")(trace, 10, lambda _: None)
+
+
+def test_a_row_with_fewer_ids_than_its_length_needs_gets_a_note(tmp_path):
+    rows = [
+        {"timestamp": 0, "input_length": 1030, "output_length": 7, "hash_ids": [4, 5, 6]},
+        {"timestamp": 1, "input_length": 6758, "output_length": 7, "hash_ids": [4, 5]},
+        {"timestamp": 2, "input_length": 1030, "output_length": 7, "hash_ids": [4, 5, 7]},
+    ]
+    trace = read_trace(write_lines(tmp_path / "t.jsonl", rows))
+    assert trace.block_tokens == 512
+    assert trace.notes == ["t.jsonl line 2: 2 blocks hold 1,024 of 6,758 tokens; 5,734 never hit"]
+    alone = write_lines(tmp_path / "alone.jsonl", rows[1:2])
+    assert read_trace(alone, block_tokens=512).notes == [trace.notes[0].replace("t.jsonl line 2", "alone.jsonl line 1")]
+
+
+def test_arrays_and_gzip_are_read_alike(tmp_path):
+    for name, text in (("array.json", json.dumps(BAILIAN, indent=1)), ("line.json", json.dumps(BAILIAN))):
+        (tmp_path / name).write_text(text)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+        for path in (tmp_path / name, tmp_path / f"{name}.gz"):
+            assert ideal(read_trace(path)).tokens == 80
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(text.encode())[:-9])
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_trace(tmp_path / "cut.gz")

@@ -32,7 +32,8 @@ def replay(
         Path,
         typer.Argument(
             metavar="TRACE",
-            help="A Mooncake .jsonl, a session of kv-cache-tester or a folder of them, or Kvire's own .jsonl.",
+            help="A .jsonl with hash_ids (Mooncake, Bailian, Dynamo), a session of kv-cache-tester or a folder of "
+            "them, or Kvire's own .jsonl.",
             show_default=False,
         ),
     ],
@@ -71,6 +72,18 @@ def replay(
     bytes_per_token: Annotated[
         int | None, typer.Option(help="How many bytes the KV of one token takes.", min=1, show_default=False)
     ] = None,
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that one of the trace's hash_ids stands for, where lengths do not tell.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    time_unit: Annotated[
+        str | None,
+        typer.Option(help="What the trace's timestamps are in, s or ms, where it is not told.", show_default=False),
+    ] = None,
     spread: Annotated[
         bool, typer.Option("--spread", help="Spread requests of one time stamp until the next; matters for ttl only.")
     ] = False,
@@ -100,7 +113,7 @@ def replay(
         picture_kind(picture)
     kv = _token_kv(model, kv_dtype, bytes_per_token)
     with late_progress() as report:
-        trace = read_trace(path, report)
+        trace = read_trace(path, report, block_tokens=block_tokens, time_unit=time_unit)
         trace = trace if half is None else trace.halves()[half - 1]
         trace = trace.coarse(coarse) if coarse > 1 else trace
         trace = trace.spread() if spread else trace

@@ -28,6 +28,8 @@ def show(values: dict[str, Any], out: Console) -> None:
         out.print(_kv(kv), soft_wrap=True, markup=False)
     for line in trace["skipped"]:
         out.print(f"skipped: {line}", soft_wrap=True, markup=False)
+    for line in trace["notes"]:
+        out.print(f"note: {line}", soft_wrap=True, markup=False)
     out.print(_tiers(values) if "tiers" in values else _curves(values))
 
 

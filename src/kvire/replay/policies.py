@@ -25,6 +25,15 @@ def _of_the_store(policy: EvictionPolicy) -> Policy:
     return lambda trace, blocks, progress: run(trace, RankCache(trace, blocks, policy), progress)
 
 
+def _lifetime(name: str, ttl_s: float) -> Policy:
+    def policy(trace: Trace, blocks: int, progress: Progress) -> Hits:
+        if not trace.is_timed:
+            raise ConfigError(f"{name} needs times, and {trace.name} has none: choose a policy without a clock")
+        return run(trace, TtlCache(trace, blocks, ttl_s), progress)
+
+    return policy
+
+
 # Those of the store, as they are; then caches that only a replay can run.
 POLICIES: dict[str, tuple[str, Policy]] = {
     **{name: (policy.about, _of_the_store(policy)) for name, policy in policies().items()},
@@ -47,6 +56,6 @@ def policy_named(name: str) -> Policy:
         except ValueError:
             ttl_s = 0.0
         if 0 < ttl_s < float("inf"):
-            return lambda trace, blocks, progress: run(trace, TtlCache(trace, blocks, ttl_s), progress)
+            return _lifetime(name, ttl_s)
         raise ConfigError(f"{name} is no lifetime: write ttl=300 for 300 seconds")
     raise ConfigError(f"there is no policy {name!r}: choose from {', '.join(POLICIES)} and ttl=SECONDS")

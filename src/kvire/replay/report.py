@@ -98,8 +98,9 @@ def _head(trace: Trace, *, spread: bool) -> dict[str, Any]:
             "output_tokens": sum(request.output_tokens for request in trace.requests),
             "working_set_tokens": trace.working_set_tokens,
             "duration_s": trace.duration_s,
-            "arrivals": "spread until the next time stamp" if spread else "as recorded",
+            "arrivals": _arrivals(trace, spread=spread),
             "skipped": trace.skipped,
+            "notes": trace.notes,
         },
         "block_tokens": trace.block_tokens,
         "requests": len(trace.requests),
@@ -107,6 +108,12 @@ def _head(trace: Trace, *, spread: bool) -> dict[str, Any]:
         "ideal_request_hit_rate": best.requests / len(trace.requests),
         "curves": [],
     }
+
+
+def _arrivals(trace: Trace, *, spread: bool) -> str:
+    if not trace.is_timed:
+        return "not recorded"
+    return "spread until the next time stamp" if spread else "as recorded"
 
 
 def _point(trace: Trace, size: Size, hits: Hits, *, requests: bool = True) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A trace: requests in order of arrival, each a chain of blocks. formats.py reads them."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 
@@ -21,8 +21,12 @@ class Request:
 @dataclass(slots=True)
 class Trace:
     """Requests by time. A block is its content and everything before it: the same id below another parent is another
-    block. parents: of each block, -1 for a first one; depths: its place in its chain, from 0. skipped: lines that
-    could not be read, with the reason.
+    block.
+
+    parents: of each block, -1 for a first one; depths: its place in its chain, from 0.
+    skipped: lines that could not be read, with the reason.
+    notes: what was taken as something, or limits what can be hit.
+    is_timed: whether it says when requests came; else they are in its order, all at once.
     """
 
     name: str
@@ -32,6 +36,8 @@ class Trace:
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    is_timed: bool = True
 
     @property
     def input_tokens(self) -> int:
@@ -62,7 +68,7 @@ class Trace:
 
     def part(self, requests: Sequence[Request]) -> "Trace":
         """The same blocks, other requests."""
-        return Trace(self.name, self.format, self.block_tokens, list(requests), self.parents, self.depths, self.skipped)
+        return replace(self, requests=list(requests))
 
     def halves(self) -> tuple["Trace", "Trace"]:
         """Every second session, or where sessions are unknown the first and the second half of the requests."""
@@ -85,7 +91,7 @@ class Trace:
     def coarse(self, factor: int) -> "Trace":
         """Blocks of `factor` times as many tokens; what fills none at a prompt's end is left out."""
         numbers: dict[Hashable, int] = {}
-        coarse = Trace(self.name, self.format, self.block_tokens * factor, skipped=self.skipped)
+        coarse = replace(self, block_tokens=self.block_tokens * factor, requests=[], parents=[], depths=[])
         for request in self.requests:
             chain: list[int] = []
             for block in request.blocks[factor - 1 :: factor]:
