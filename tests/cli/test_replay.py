@@ -99,7 +99,7 @@ def test_the_table_and_the_picture(trace, tmp_path):
 
 def test_all_policies(trace):
     curves = json.loads(replay(trace, "--policy", "all", "--json"))["curves"]
-    names = ["lru", "store", "lfu", "gdsf", "cost-aware", "s3-fifo", "sieve", "optimum"]
+    names = ["lru", "cost-aware", "gdsf", "lfu", "store", "s3-fifo", "sieve", "optimum"]
     assert [curve["policy"] for curve in curves] == names
     sizes = [[point["capacity_tokens"] for point in curve["points"]] for curve in curves]
     assert sizes == [[10, 20, 40, 80]] * 8  # 1, 5 and 10 % are less than one block

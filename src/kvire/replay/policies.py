@@ -36,7 +36,10 @@ def _lifetime(name: str, ttl_s: float) -> Policy:
 
 # Those of the store, as they are; then caches that only a replay can run.
 POLICIES: dict[str, tuple[str, Policy]] = {
-    **{name: (policy.about, _of_the_store(policy)) for name, policy in policies().items()},
+    **{
+        name: (policy.about, _of_the_store(policy))
+        for name, policy in sorted(policies().items(), key=lambda one: one[0] != "lru")  # what the store does, first
+    },
     "store": ("the code of the store's tiers, with lru; slower to replay", _store),
     "s3-fifo": ("S3-FIFO, adapted to chains", lambda t, blocks, p: run(t, S3FifoCache(t, blocks), p)),
     "sieve": ("SIEVE, adapted to chains", lambda t, blocks, p: run(t, SieveCache(t, blocks), p)),
