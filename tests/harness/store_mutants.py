@@ -5,6 +5,7 @@ As in mutants.py, a mutant patches one function of Kvire for the length of a tes
 
 import fcntl
 import os
+from contextlib import nullcontext
 from functools import partial
 from hashlib import sha256
 
@@ -15,11 +16,14 @@ from kvire.codec.frame import Frames, Header
 from kvire.codec.seal import Checksum
 from kvire.core.errors import BlockMissing
 from kvire.core.keys import Namespace, field
-from kvire.store import level
+from kvire.store import disk_index, level
 from kvire.store.asker import Asker
 from kvire.store.disk import DiskTier
 from kvire.store.disk_folder import DiskFolder
+from kvire.store.disk_index import DiskIndex
+from kvire.store.disk_room import Room
 from kvire.store.disk_salvage import Salvaged
+from kvire.store.disk_segments import HEAD_BYTES, SegmentFiles, place_of, segment_of
 from kvire.store.epochs import Epochs
 from kvire.store.eviction.order import EvictionOrder
 from kvire.store.explain import Explainer
@@ -370,3 +374,50 @@ def looks_are_remembered(patch: pytest.MonkeyPatch) -> None:
         return self._reader.locate(ids)
 
     patch.setattr(DiskTier, "held", broken)
+
+
+def rows_are_not_checked(patch: pytest.MonkeyPatch) -> None:
+    """What the index says is taken for what was written there."""
+    patch.setattr(disk_index, "check_rows", lambda columns, rows: None)
+
+
+def statements_have_no_end(patch: pytest.MonkeyPatch) -> None:
+    """Nobody looks how long a statement takes."""
+    patch.setattr(DiskIndex, "_is_late", lambda self: False)
+
+
+def slots_are_given_away_unseen(patch: pytest.MonkeyPatch) -> None:
+    """A slot that the index calls free is free."""
+    patch.setattr(Room, "_must_be_nobodys", lambda self, slot, slot_bytes: None)
+
+
+def pins_go_with_the_index(patch: pytest.MonkeyPatch) -> None:
+    """A new index begins with nothing."""
+    patch.setattr(Salvaged, "enter", lambda self, index: None)
+
+
+def what_a_tier_raises_gets_out(patch: pytest.MonkeyPatch) -> None:
+    """Tiers are trusted to raise what they promise."""
+    patch.setattr(Level, "answers", lambda self: nullcontext())
+
+
+def checkpoints_beside_commits(patch: pytest.MonkeyPatch) -> None:
+    """SQLite's own locks are trusted."""
+    patch.setattr(DiskFolder, "_writing", lambda self: nullcontext())
+
+
+def everybody_else_is_dead(patch: pytest.MonkeyPatch) -> None:
+    """Whatever another process has claimed is free."""
+    patch.setattr(DiskFolder, "alive", lambda self, owner: owner == self.owner)
+
+
+def heads_come_first(patch: pytest.MonkeyPatch) -> None:
+    """A slot says whose frame it holds before it holds it."""
+
+    def broken(self, slot, slot_bytes, head, frame):
+        offset = place_of(slot) * slot_bytes
+        with self._borrow(segment_of(slot), slot_bytes) as fd:
+            self._files.write(fd, memoryview(head.encode()), offset)
+            self._files.write(fd, frame, offset + HEAD_BYTES)
+
+    patch.setattr(SegmentFiles, "write", broken)

@@ -13,6 +13,7 @@ from harness.broken_builds import Cases, Claim, Mutant, each_broken_build, must_
 from store import (
     test_asker,
     test_contract,
+    test_disk_damage,
     test_explain,
     test_keyring,
     test_memory,
@@ -71,6 +72,17 @@ def evictions_are_told_from_what_was_never_there() -> None:
             test_explain.test_what_was_stored_and_had_to_go(store)
 
 
+def whatever_a_tier_raises_is_a_tier_that_is_unavailable() -> None:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        test_tiered.test_whatever_a_tier_raises_is_a_tier_that_is_unavailable(Path(folder), Log())
+
+
+class Log:
+    """In place of pytest's; what it would hold is not what these claims are about."""
+
+    text = "failed as no tier may"
+
+
 CASES: Cases = [
     (claim(test_tiered.test_a_block_is_nobodys_before_all_of_it_is_there_and_verified),
      [broken.published_before_the_load_ends]),
@@ -123,6 +135,16 @@ CASES: Cases = [
     (claim(test_asker.test_a_tier_that_is_late_in_a_row_is_left_alone_and_tried_again),
      [broken.late_tiers_are_asked_on]),
     (claim(test_asker.test_a_look_changes_nothing), [broken.looks_are_remembered]),
+    (claim(test_disk_damage.test_what_no_column_can_hold_is_damage_and_mended, table="blocks"),
+     [broken.rows_are_not_checked]),
+    (claim(test_disk_damage.test_a_statement_that_finds_no_end_is_ended), [broken.statements_have_no_end]),
+    (claim(test_disk_damage.test_a_lie_that_could_be_true_costs_no_block, lie="free slots that hold blocks"),
+     [broken.slots_are_given_away_unseen]),
+    (claim(test_disk_damage.test_pins_notes_and_the_limit_outlive_the_index), [broken.pins_go_with_the_index]),
+    (claim(test_disk_damage.test_nobody_checkpoints_while_another_commits), [broken.checkpoints_beside_commits]),
+    (claim(test_disk_damage.test_what_living_processes_write_is_not_taken_from_them), [broken.everybody_else_is_dead]),
+    (claim(test_disk_damage.test_a_head_is_written_when_its_frame_is_there), [broken.heads_come_first]),
+    (whatever_a_tier_raises_is_a_tier_that_is_unavailable, [broken.what_a_tier_raises_gets_out]),
     (evictions_are_told_from_what_was_never_there, [broken.misses_are_never_evictions]),
 ]  # fmt: skip
 

@@ -555,3 +555,35 @@ def test_speed_is_a_prior_until_it_is_measured(tmp_path):
         for _ in range(5):
             load_all(store, records)
         assert store.speed("bent").bytes_per_s > 5e7, "what is measured later counts more"
+
+
+PROMISED = ("held", "read", "write", "touch", "delete", "delete_tenant", "clear", "pin", "stats")
+
+
+def test_whatever_a_tier_raises_is_a_tier_that_is_unavailable(tmp_path, caplog):
+    """It costs hits, told once, and ends neither the caller nor a thread."""
+
+    def lawless(*_args, **_options):
+        raise RuntimeError("no tier may raise this")
+
+    tier = BentTier()
+    with open_store(tmp_path, tier) as store:
+        records = blocks(store, 4)
+        save_all(store, records[:2])
+        for name in PROMISED:
+            setattr(tier, name, lawless)
+        for _ in range(2):
+            assert store.held([record.id for record in records]) == [None] * 4
+            assert not any(ready(load_all(store, records)))
+            assert store.save(records[2], kv_of(records[2])) and store.flush(10)
+            store.touch([records[0].id])
+            assert store.stats().levels["bent"].counts.unavailable > 0
+            for action in (store.clear, lambda: store.pin([records[0].id], pinned=True)):
+                with pytest.raises(TierUnavailable):
+                    action()
+        assert store.flush(10)
+        for name in PROMISED:
+            delattr(tier, name)
+        assert store.held([record.id for record in records]) == ["bent", "bent", None, None]
+        assert ready(load_all(store, records)) == [True, True, False, False]
+    assert caplog.text.count("failed as no tier may") == 1
