@@ -1,6 +1,8 @@
 """The engine over a store: restarts, tenants, queues, herds and preemptions, with the accounts of every request."""
 
 import fcntl
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -272,6 +274,29 @@ def test_a_stalled_index_holds_up_no_answer(tmp_path: Path) -> None:
             finish(engine, running)
             assert store.stats().levels["disk"].late
         assert files.stalled
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_a_damaged_index_ends_no_engine_and_is_made_again(tmp_path: Path, *, in_use: bool) -> None:
+    """SQLite sees nothing wrong with a number that is text now: so did every start of an engine."""
+
+    def damage() -> None:
+        [index] = tmp_path.rglob("index.db")
+        with closing(sqlite3.connect(index)) as connection, connection:
+            connection.execute("UPDATE blocks SET slot_bytes = 'text'")
+
+    prompt = words(1, 6 * B + 1)
+    expected = oracle(prompt).token_ids
+    with store_over(disk, tmp_path) as store:
+        keep(store, prompt)
+    if not in_use:
+        damage()
+    with store_over(disk, tmp_path) as store:
+        if in_use:
+            assert ask(engine_over(store), prompt).cache.disk_tokens == 6 * B
+            damage()
+        assert ask(engine_over(store), prompt).token_ids == expected
+        until(lambda: ask(engine_over(store), prompt).cache.disk_tokens == 6 * B)
 
 
 def test_a_tenants_blocks_are_not_known_by_its_name(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from kvire.store import disk_index, level
 from kvire.store.asker import Asker
 from kvire.store.disk import DiskTier
 from kvire.store.disk_folder import DiskFolder
-from kvire.store.disk_index import DiskIndex
+from kvire.store.disk_index import Watch
 from kvire.store.disk_room import Room
 from kvire.store.disk_salvage import Salvaged
 from kvire.store.disk_segments import HEAD_BYTES, SegmentFiles, place_of, segment_of
@@ -383,7 +383,7 @@ def rows_are_not_checked(patch: pytest.MonkeyPatch) -> None:
 
 def statements_have_no_end(patch: pytest.MonkeyPatch) -> None:
     """Nobody looks how long a statement takes."""
-    patch.setattr(DiskIndex, "_is_late", lambda self: False)
+    patch.setattr(Watch, "is_late", lambda self: False)
 
 
 def slots_are_given_away_unseen(patch: pytest.MonkeyPatch) -> None:

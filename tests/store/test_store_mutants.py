@@ -137,6 +137,8 @@ CASES: Cases = [
     (claim(test_asker.test_a_look_changes_nothing), [broken.looks_are_remembered]),
     (claim(test_disk_damage.test_what_no_column_can_hold_is_damage_and_mended, table="blocks"),
      [broken.rows_are_not_checked]),
+    (claim(test_engine_store.test_a_damaged_index_ends_no_engine_and_is_made_again, in_use=False),
+     [broken.rows_are_not_checked]),
     (claim(test_disk_damage.test_a_statement_that_finds_no_end_is_ended), [broken.statements_have_no_end]),
     (claim(test_disk_damage.test_a_lie_that_could_be_true_costs_no_block, lie="free slots that hold blocks"),
      [broken.slots_are_given_away_unseen]),

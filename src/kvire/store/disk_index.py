@@ -26,7 +26,7 @@ from typing import Any
 from kvire.core.errors import StoreError
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId
-from kvire.store.disk_rows import GONE, READY, IndexDamagedError, check_rows
+from kvire.store.disk_rows import GONE, READY, Column, IndexDamagedError, check_rows, column
 from kvire.store.disk_segments import SLOT_BITS
 from kvire.store.files import Files
 
@@ -128,10 +128,21 @@ def is_damage(error: Exception) -> bool:
     return code & 0xFF in DAMAGE or code == sqlite3.SQLITE_IOERR_SHORT_READ
 
 
-class _Until(local):
-    """cpu_s: of each thread's own time, when its statement has to be over."""
+class Watch(local):
+    """How long the statement of each thread may take, of the thread's own time."""
 
-    cpu_s = float("inf")
+    _cpu_s = float("inf")
+    _end_s: float | None = None  # set at the first look, so that short statements need no clock
+
+    def begin(self, cpu_s: float) -> None:
+        """A statement begins."""
+        self._cpu_s, self._end_s = cpu_s, None
+
+    def is_late(self) -> bool:
+        """Whether it goes on for too long; SQLite asks now and then."""
+        if self._end_s is None:
+            self._end_s = time.thread_time() + self._cpu_s
+        return time.thread_time() > self._end_s
 
 
 class DiskIndex:
@@ -151,7 +162,8 @@ class DiskIndex:
         self.lock = RLock()  # held by the thread of this process that writes
         self._files = files
         self._writing = writing
-        self._until = _Until()
+        self._watch = Watch()
+        self._columns: dict[str, list[Column]] = {}  # of the statements so far
         self._journal = path.with_name(path.name + "-wal")
         self._idle: list[sqlite3.Connection] = []
         self._broken = False
@@ -191,8 +203,12 @@ class DiskIndex:
 
     def run_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         """One statement for many rows, inside a transaction."""
-        with self._watched(STATEMENT_CPU_S):
+        self._watch.begin(STATEMENT_CPU_S)
+        try:
             self._files.execute_many(self._writer, sql, rows)
+        except (UnicodeDecodeError, sqlite3.OperationalError) as error:
+            self._must_be_sound(error)
+            raise
 
     def checkpoint(self, *, truncate: bool = False) -> None:
         """Move the journal into the index, as far as no reader needs it."""
@@ -278,25 +294,27 @@ class DiskIndex:
         self, connection: sqlite3.Connection, sql: str, values: Sequence[Any] = (), cpu_s: float = STATEMENT_CPU_S
     ) -> list[tuple[Any, ...]]:
         """The one way to every row: nothing goes past the checks."""
-        with self._watched(cpu_s):
-            answer = self._files.execute(connection, sql, values)
-        check_rows(*answer)
-        return answer.rows
-
-    @contextmanager
-    def _watched(self, cpu_s: float) -> Iterator[None]:
-        """A statement is under way in this thread; what goes wrong with it may be the file's fault."""
-        self._until.cpu_s = time.thread_time() + cpu_s
+        self._watch.begin(cpu_s)
         try:
-            yield
-        except UnicodeDecodeError as error:  # text of a damaged schema, in an error that SQLite wants to tell
-            raise IndexDamagedError(str(error)) from error
-        except sqlite3.OperationalError as error:
-            if self._is_no_longer_written(error):
-                raise IndexDamagedError("its first page says that it cannot be written") from error
+            description, rows = self._files.execute(connection, sql, values)
+        except (UnicodeDecodeError, sqlite3.OperationalError) as error:
+            self._must_be_sound(error)
             raise
+        if rows:
+            columns = self._columns.get(sql)
+            if columns is None:
+                columns = self._columns[sql] = [column(name) for name, *_ in description or ()]
+            check_rows(columns, rows)
+        return rows
 
-    def _is_no_longer_written(self, error: sqlite3.OperationalError) -> bool:
+    def _must_be_sound(self, error: Exception) -> None:
+        """Raises IndexDamagedError if the error of a statement is the file's fault, though SQLite does not say so."""
+        if isinstance(error, UnicodeDecodeError):  # text of a damaged schema, in an error that SQLite wants to tell
+            raise IndexDamagedError(str(error)) from error
+        if self._is_no_longer_written(error):
+            raise IndexDamagedError("its first page says that it cannot be written") from error
+
+    def _is_no_longer_written(self, error: Exception) -> bool:
         """Whether it is the file's own word that keeps others from writing, and not a disk that is read only."""
         if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_READONLY:
             return False
@@ -305,17 +323,13 @@ class DiskIndex:
     def _connect(self) -> sqlite3.Connection:
         connection = self._files.connect(self.path, BUSY_TIMEOUT_S)
         try:
-            connection.set_progress_handler(self._is_late, INSTRUCTIONS_PER_LOOK)
+            connection.set_progress_handler(self._watch.is_late, INSTRUCTIONS_PER_LOOK)
             for pragma in ("mmap_size = 0", "temp_store = MEMORY", "synchronous = NORMAL", "wal_autocheckpoint = 0"):
                 self._execute(connection, f"PRAGMA {pragma}")
         except BaseException:
             connection.close()
             raise
         return connection
-
-    def _is_late(self) -> bool:
-        """Whether this thread's statement goes on for too long; SQLite asks."""
-        return time.thread_time() > self._until.cpu_s
 
     def _prepare(self) -> None:
         """Make the tables in an empty file; refuse those of another format. Raises StoreError, IndexDamagedError."""

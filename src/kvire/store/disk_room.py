@@ -15,6 +15,7 @@ segments from another size, if those were not used since the oldest block of its
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from kvire.core.keys import BlockKey
 from kvire.store.disk_index import (
@@ -63,7 +64,11 @@ def noted_capacity(run: Run) -> int | None:
     """The folder's limit in bytes, None before anybody set it. Raises IndexDamagedError."""
     settings: dict[str, int] = dict(run("SELECT name, value FROM settings"))
     capacity_bytes = settings.get("capacity_bytes")
-    if capacity_bytes is not None and settings.get(CHECK, _opposite(capacity_bytes)) != _opposite(capacity_bytes):
+    if capacity_bytes is None:
+        if settings or run("SELECT 1 FROM segments LIMIT 1"):
+            raise IndexDamagedError("it has blocks, and no limit")
+        return None
+    if settings.get(CHECK, _opposite(capacity_bytes)) != _opposite(capacity_bytes):
         raise IndexDamagedError("it contradicts itself about the limit")
     return capacity_bytes
 
@@ -166,7 +171,7 @@ class Room:
 
         parent: of the block that is to be written; it does not go for it, in whatever group (OWN_PROMPT).
         """
-        if taken_bytes(self._capacity(), slot_bytes, 1, 1) > self._capacity():
+        if taken_bytes(self._capacity, slot_bytes, 1, 1) > self._capacity:
             return "full"
         if (slot := self._unused(slot_bytes)) is not None:
             return self._take(slot, slot_bytes)
@@ -296,7 +301,7 @@ class Room:
         return slot
 
     def _new_segment(self, slot_bytes: int, now: float) -> Segment | None:
-        wanted = min(MOST_SLOTS, max(1, segment_bytes_for(self._capacity()) // slot_bytes))
+        wanted = min(MOST_SLOTS, max(1, segment_bytes_for(self._capacity) // slot_bytes))
         slots = min(wanted, (spare_bytes(self.run) - PER_SEGMENT_BYTES) // (slot_bytes + SLOT_INDEX_BYTES))
         if slots <= 0:
             return None
@@ -352,5 +357,6 @@ class Room:
         low, high = slots_of(segment.id)
         return bool(self.run("SELECT 1 FROM blocks WHERE slot BETWEEN ? AND ? AND pinned LIMIT 1", low, high))
 
+    @cached_property
     def _capacity(self) -> int:
         return capacity_of(self.run)

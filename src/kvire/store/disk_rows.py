@@ -5,74 +5,96 @@ Every column that a statement reads has its name here: one that is computed is g
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from kvire.store.disk_segments import HEAD_BYTES, MOST_BYTES, MOST_SEGMENT, MOST_SLOTS
+from kvire.store.disk_segments import MOST_BYTES, MOST_SEGMENT, MOST_SLOTS
 
 READY, MAKING, SCANNING, GONE = range(4)  # states of a segment
 LAST_S = 1e11  # seconds since the epoch; no clock of ours shows more
 MOST_OWNERS = 1 << 40
 MOST_COUNT = 1 << 62
 
-Fits = Callable[[Sequence[Any]], bool]  # whether all values of a column are such as we write
+FEW_ROWS = 4  # up to so many, values are looked at one by one: that is faster then
 
 
 class IndexDamagedError(Exception):
     """The index cannot be read as one: it has to be made again from the segments."""
 
 
-def check_rows(columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
+@dataclass(frozen=True, slots=True)
+class Column:
+    """What a column may hold. fits: one value, or all of several, which is faster for many."""
+
+    fits: Callable[[Any], bool]
+    all_fit: Callable[[Sequence[Any]], bool]
+
+
+def column(name: str) -> Column:
+    """The column of this name; every one that a statement reads has to be here."""
+    return _COLUMNS[name]
+
+
+def check_rows(columns: Sequence[Column], rows: Sequence[tuple[Any, ...]]) -> None:
     """Raises IndexDamagedError unless all values are of the type and in the range of their columns."""
-    if not rows:
-        return
-    values = dict(zip(columns, zip(*rows, strict=True), strict=True))
-    for name, column in values.items():
-        if not _FITS[name](column):
-            raise IndexDamagedError(f"{name!r} holds what no block has")
-    if "frame_bytes" in values and "slot_bytes" in values:
-        pairs = zip(values["frame_bytes"], values["slot_bytes"], strict=True)
-        if any(frame_bytes > slot_bytes - HEAD_BYTES for frame_bytes, slot_bytes in pairs):
-            raise IndexDamagedError("a frame is longer than its slot")
+    if len(rows) <= FEW_ROWS:
+        sound = all(one.fits(value) for row in rows for one, value in zip(columns, row, strict=True))
+    else:
+        sound = all(one.all_fit(values) for one, values in zip(columns, zip(*rows, strict=True), strict=True))
+    if not sound:
+        raise IndexDamagedError("it holds what no block has")
 
 
-def _whole(low: int, high: int) -> Fits:
-    return lambda values: set(map(type, values)) == {int} and low <= min(values) and max(values) <= high
+def _whole(low: int, high: int) -> Column:
+    def fits(value: Any) -> bool:
+        return type(value) is int and low <= value <= high
+
+    def all_fit(values: Sequence[Any]) -> bool:
+        return set(map(type, values)) == {int} and low <= min(values) and max(values) <= high
+
+    return Column(fits, all_fit)
 
 
-def _digest(length: int) -> Fits:
-    return lambda values: set(map(type, values)) == {bytes} and set(map(len, values)) == {length}
+def _digest(length: int) -> Column:
+    def fits(value: Any) -> bool:
+        return type(value) is bytes and len(value) == length
+
+    def all_fit(values: Sequence[Any]) -> bool:
+        return set(map(type, values)) == {bytes} and set(map(len, values)) == {length}
+
+    return Column(fits, all_fit)
 
 
-def _time(values: Sequence[Any]) -> bool:
-    return set(map(type, values)) == {float} and min(values) >= -LAST_S and max(values) <= LAST_S
+def _each(fits: Callable[[Any], bool]) -> Column:
+    return Column(fits, lambda values: all(map(fits, values)))
 
 
-def _text(values: Sequence[Any]) -> bool:
-    return set(map(type, values)) == {str}
+def _or_none(other: Column) -> Column:
+    return _each(lambda value: value is None or other.fits(value))
 
 
-def _notes(values: Sequence[Any]) -> bool:
-    return _text(values) and all(map(_is_note, values))
+def _is_time(value: Any) -> bool:
+    return type(value) is float and -LAST_S <= value <= LAST_S
 
 
-def _is_note(text: str) -> bool:
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _is_note(value: Any) -> bool:
+    """Fields of a namespace, as text."""
+    if type(value) is not str:
+        return False
     try:
-        fields = json.loads(text)
+        fields = json.loads(value)
     except (ValueError, RecursionError):
         return False
-    return isinstance(fields, dict) and all(isinstance(value, str) for value in fields.values())
+    return isinstance(fields, dict) and all(isinstance(text, str) for text in fields.values())
 
 
-def _or_none(fits: Fits) -> Fits:
-    def fits_or_none(values: Sequence[Any]) -> bool:
-        there = [value for value in values if value is not None]
-        return not there or fits(there)
-
-    return fits_or_none
-
-
+_TIME, _TEXT = _each(_is_time), _each(_is_text)
 _COUNT = _whole(0, MOST_COUNT)
-_FITS: dict[str, Fits] = {
+_COLUMNS: dict[str, Column] = {
     "1": _COUNT,
     "id": _whole(0, MOST_SEGMENT - 1),
     "slot": _whole(0, MOST_SEGMENT * MOST_SLOTS - 1),
@@ -91,15 +113,15 @@ _FITS: dict[str, Fits] = {
     "grp": _whole(0, (1 << 16) - 1),
     "place": _whole(0, (1 << 32) - 1),
     "frame_bytes": _whole(0, MOST_BYTES),
-    "created": _time,
-    "used": _time,
-    "noted": _time,
-    "expires": _or_none(_time),
-    "least_used": _or_none(_time),
+    "created": _TIME,
+    "used": _TIME,
+    "noted": _TIME,
+    "expires": _or_none(_TIME),
+    "least_used": _or_none(_TIME),
     "pinned": _whole(0, 1),
-    "name": _text,
-    "fields": _notes,
-    "sql": _text,
+    "name": _TEXT,
+    "fields": _each(_is_note),
+    "sql": _TEXT,
     "value": _COUNT,
     "bytes": _COUNT,
     "blocks": _COUNT,
@@ -108,7 +130,7 @@ _FITS: dict[str, Fits] = {
     "newest": _or_none(_whole(0, MOST_COUNT)),
     # What SQLite says of itself.
     "user_version": _whole(-(1 << 31), (1 << 31) - 1),
-    "journal_mode": _text,
+    "journal_mode": _TEXT,
     "mmap_size": _whole(0, MOST_COUNT),
     "wal_autocheckpoint": _COUNT,
     "busy": _COUNT,

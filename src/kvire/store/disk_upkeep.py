@@ -290,6 +290,8 @@ def remove_rows(folder: DiskFolder, room: Room, sql: str, values: tuple[object, 
     """
     rows = room.run(sql, *values)
     for slot, slot_bytes, frame_bytes, tenant in rows:
+        if frame_bytes > slot_bytes - HEAD_BYTES:
+            raise IndexDamagedError("a frame is longer than its slot")
         with suppress(FileNotFoundError):
             folder.segments.wipe(slot, slot_bytes, frame_bytes if reason == "forgotten" else 0)
         room.run("DELETE FROM blocks WHERE slot = ?", slot)

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -23,11 +23,8 @@ MOST_VALUE_BYTES = 1 << 20  # of a row of the index; what a damaged one says is 
 _THROWN_AWAY = memoryview(bytearray(1 << 20))  # where bytes go that are only wanted in the kernel's memory
 
 
-class Answer(NamedTuple):
-    """Rows of a statement. columns: their names, none if it has no rows to give."""
-
-    columns: tuple[str, ...]
-    rows: list[tuple[Any, ...]]
+Description = tuple[tuple[str, None, None, None, None, None, None], ...]  # a statement's columns; their names are first
+Answer = tuple[Description | None, list[tuple[Any, ...]]]  # of a statement: None if it gives no rows; and its rows
 
 
 class Files:
@@ -146,9 +143,9 @@ class Files:
         return connection
 
     def execute(self, connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()) -> Answer:
-        """One statement; all its rows."""
+        """One statement: its columns, and all its rows."""
         cursor = connection.execute(sql, values)
-        return Answer(tuple(column[0] for column in cursor.description or ()), cursor.fetchall())
+        return cursor.description, cursor.fetchall()
 
     def execute_many(self, connection: sqlite3.Connection, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         """One statement for many rows."""
