@@ -11,7 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from kvire.core.spec import KVSpec
 from kvire.models.families import SUPPORTED, kv_groups
-from kvire.plan.families.table import FAMILIES
+from kvire.plan.families.blocks import Block, dense
+from kvire.plan.families.layouts import full_every
+from kvire.plan.families.table import FAMILIES, _family
 from kvire.plan.families.wrappers import ALIASES, LANGUAGE_MODELS
 from kvire.plan.read_shape import read_shape
 from kvire.plan.shape import Storage
@@ -64,6 +66,24 @@ def test_only_what_is_only_planned_for_is_not_run() -> None:
     }  # fmt: skip
     assert {*ALIASES.values(), *LANGUAGE_MODELS.values()} <= set(FAMILIES)
     assert not set(FAMILIES) & {*ALIASES, *LANGUAGE_MODELS}
+
+
+def test_a_family_of_a_known_layout_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the engine and for the planner."""
+    config = {
+        "model_type": "toy",
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "vocab_size": 320,
+    }
+    monkeypatch.setitem(FAMILIES, "toy", _family(full_every(2), Block(dense()), 2048, 4, 64, 4, 2, sliding_window=24))
+    groups = kv_groups(config)
+    assert [(group.layers, group.window) for group in groups] == [((1, 3), None), ((0, 2), 24)]
+    found = read_shape(config)
+    assert found.groups == groups
+    each = 64 * (64 + 2 * 32 + 64) + 3 * 64 * 96 + 2 * 64
+    assert found.weights.total == 2 * 320 * 64 + 4 * each + 64
 
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"

@@ -29,8 +29,11 @@ from kvire.models.hub import find_in_hub, is_hub_id
 class ListedModel:
     """One line of `kvire models ls`.
 
-    source: "embedded" or "gguf". size_bytes: on disk, the converted directory if there is one, else the
-    GGUF; 0 when not installed. path: the converted directory. install: command that installs it.
+    source: "embedded" or "gguf".
+    size_bytes: on disk, the converted directory if there is one, else the GGUF; 0 when not
+        installed.
+    path: the converted directory.
+    install: command that installs it.
     """
 
     name: str
@@ -47,10 +50,14 @@ class ListedModel:
 class ModelFacts:
     """What is known of one model without loading it.
 
-    supported: whether it can be served; if not, `reason` says why and what to do. groups is empty then.
-    weights_bytes: of the weight files. parameters: numbers in them, an output matrix that is not needed included.
-    kv_bytes_per_token: by dtype of the pool. context_tokens: the longest sequence it was made for.
-    expanded_elements_per_token: what latent attention would keep without its latent; None: it is not latent.
+    supported: whether it can be served; if not, `reason` says why and what to do. groups is empty
+        then.
+    weights_bytes: of the weight files.
+    parameters: numbers in them, an output matrix that is not needed included.
+    kv_bytes_per_token: by dtype of the pool.
+    context_tokens: the longest sequence it was made for.
+    expanded_elements_per_token: what latent attention would keep without its latent; None: it is
+        not latent.
     converted: False for a GGUF that has not been converted yet.
     """
 

@@ -22,7 +22,11 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A transformers directory. config: config.json as it stands. shards: the weight files, by name."""
+    """A transformers directory.
+
+    config: config.json as it stands.
+    shards: the weight files, by name.
+    """
 
     path: Path
     config: Mapping[str, Any]

@@ -11,9 +11,9 @@ from kvire.core.spec import KVGroup, LayerKind
 from kvire.models.refusal import refuse_unknown
 from kvire.plan.families.fields import Fields
 from kvire.plan.families.mixers import kept_groups
-from kvire.plan.families.table import FAMILIES, RUNNING
+from kvire.plan.families.table import FAMILIES, running
 
-SUPPORTED = RUNNING
+SUPPORTED = running()
 Config = Mapping[str, Any]
 
 
@@ -30,7 +30,7 @@ def kv_groups(config: Config | HasDict) -> tuple[KVGroup, ...]:
     Raises UnsupportedModelError, with what to do, for every model that is not known to be cached right.
     """
     stated = as_dict(config)
-    refuse_unknown(stated, supported=SUPPORTED)
+    refuse_unknown(stated, supported=running())
     return kept_groups(FAMILIES[stated["model_type"]].layout(_fields(stated)))
 
 

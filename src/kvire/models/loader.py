@@ -39,10 +39,13 @@ WINDOW_IN_CONFIG = ("ministral3", "mistral", "mixtral", "phi3", "starcoder2")
 class LoadedModel:
     """A model ready to run, and its identity.
 
-    model: the unmodified transformers class, in eval mode, without gradients. config: as it was built from, LongRoPE
-    fixed. groups: what its layers
-    keep per token. max_positions: longest sequence in tokens. eos_token_ids: all tokens that end an
-    answer, ascending. weights_digest, config_digest: hex, see fingerprint.py. state_digest: hex, see loaded_state.py.
+    model: the unmodified transformers class, in eval mode, without gradients.
+    config: as it was built from, LongRoPE fixed.
+    groups: what its layers keep per token.
+    max_positions: longest sequence in tokens.
+    eos_token_ids: all tokens that end an answer, ascending.
+    weights_digest, config_digest: hex, see fingerprint.py.
+    state_digest: hex, see loaded_state.py.
     weights_bytes: of the weights in memory.
     """
 

@@ -30,7 +30,11 @@ PRESET = {"memory": "ram", "disk": "nvme4"}  # whose price is taken
 
 
 class Asked(NamedTuple):
-    """A kind of request. state: of the tier that the prompt's beginning lies in. new_tokens: at its end."""
+    """A kind of request.
+
+    state: of the tier that the prompt's beginning lies in.
+    new_tokens: at its end.
+    """
 
     state: str
     tokens: int

@@ -13,7 +13,11 @@ from kvire.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One model. verified: its fields were compared with the published config.json. source, note: for people."""
+    """One model.
+
+    verified: its fields were compared with the published config.json.
+    source, note: for people.
+    """
 
     name: str
     title: str

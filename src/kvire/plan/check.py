@@ -16,7 +16,10 @@ Predict = Callable[[str, int, int], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One row of a report. tokens: of its prompts, in the middle. measured_s: median time to the first token.
+    """One row of a report.
+
+    tokens: of its prompts, in the middle.
+    measured_s: median time to the first token.
     predicted_s: None where the plan says nothing, and `why` says why.
     """
 

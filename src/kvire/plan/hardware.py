@@ -19,8 +19,12 @@ MEASURED_RANGE = (0.85, 1.15)
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What computes. linear_flops_per_s, attention_flops_per_s: reached, not peak. overhead_s: of one request beside
-    its FLOPs. memory_bytes, memory_bytes_per_s: None where not known. span: how far off the speed may be, as factors.
+    """What computes.
+
+    linear_flops_per_s, attention_flops_per_s: reached, not peak.
+    overhead_s: of one request beside its FLOPs.
+    memory_bytes, memory_bytes_per_s: None where not known.
+    span: how far off the speed may be, as factors.
     measured_on: the model that it was measured with; empty for a data sheet.
     """
 

@@ -12,7 +12,10 @@ SCHEMA = "kvire.replay/1"
 
 @dataclass(frozen=True, slots=True)
 class HitCurve:
-    """points: (capacity in tokens, share of prompt tokens found), ascending in both. ideal: with room for everything.
+    """Hit rates by capacity.
+
+    points: (capacity in tokens, share of prompt tokens found), ascending in both.
+    ideal: with room for everything.
     assumed: not from a trace.
     """
 

@@ -16,9 +16,13 @@ HOURS_PER_MONTH = 730.0
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """One model of one provider, USD per million tokens. cache_write: by lifetime ("5m", "1h"); empty where writing
-    costs no more than input. minimum_tokens: shorter prompts are not cached. step_tokens: hits count in whole steps.
-    ttl_s: how long an unused prefix is kept. storage_per_hour: of explicit caches, per million tokens; None for none.
+    """One model of one provider, USD per million tokens.
+
+    cache_write: by lifetime ("5m", "1h"); empty where writing costs no more than input.
+    minimum_tokens: shorter prompts are not cached.
+    step_tokens: hits count in whole steps.
+    ttl_s: how long an unused prefix is kept.
+    storage_per_hour: of explicit caches, per million tokens; None for none.
     read: the day or month in which the source said so.
     """
 

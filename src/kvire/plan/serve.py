@@ -13,7 +13,11 @@ STATES = {"G": "device", "R": "memory", "D": "disk", "N": "another node", "E": "
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """tokens: of the prompt. new_tokens: at its end, computed by nobody before; at least one is always computed."""
+    """A prompt, whose beginning may be known.
+
+    tokens: of the prompt.
+    new_tokens: at its end, computed by nobody before; at least one is always computed.
+    """
 
     tokens: int
     new_tokens: int = 1
@@ -32,8 +36,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Ttft:
-    """Predicted seconds to the first token, alone on the machine. way: of the reused part: "device", "load", "both"
-    (computing meets loading) or "compute". low_s, high_s: as far off as machine and tier may be.
+    """Predicted seconds to the first token, alone on the machine.
+
+    way: of the reused part: "device", "load", "both" (computing meets loading) or "compute".
+    low_s, high_s: as far off as machine and tier may be.
     """
 
     state: str

@@ -18,8 +18,12 @@ CONV_BYTES = 2  # the tail of a convolution is kept in the dtype that the model 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How KV is kept. dtype: a key of KEPT_BYTES. block_tokens: the unit of allocation; 1 rounds nothing. tp: ranks of
-    tensor parallelism. index_dtype: of a sparse indexer's keys; None for the same as the KV.
+    """How KV is kept.
+
+    dtype: a key of KEPT_BYTES.
+    block_tokens: the unit of allocation; 1 rounds nothing.
+    tp: ranks of tensor parallelism.
+    index_dtype: of a sparse indexer's keys; None for the same as the KV.
     """
 
     dtype: str = "float16"
@@ -39,7 +43,8 @@ class Storage:
 class StateLayers:
     """Layers that keep one state per sequence, however long it is: linear attention, Mamba.
 
-    heads: of the state, shared out under tensor parallelism. state_elements, conv_elements: per layer.
+    heads: of the state, shared out under tensor parallelism.
+    state_elements, conv_elements: per layer.
     element_bytes: of the state, 4 because engines keep it in float32.
     """
 
@@ -87,9 +92,13 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Parameters. dense: used for every token. experts: all routed ones; active_experts: those that one token uses.
+    """Parameters.
 
-    counted: from the weight files, not by formula. dtypes: what the checkpoint keeps ("experts", "dense").
+    dense: used for every token.
+    experts: all routed ones.
+    active_experts: those that one token uses.
+    counted: from the weight files, not by formula.
+    dtypes: what the checkpoint keeps ("experts", "dense").
     """
 
     dense: int
@@ -127,10 +136,12 @@ class Weights:
 class Shape:
     """What one model keeps and computes.
 
-    groups: attention layers by kind, window and widths. pair_flops: per group, FLOPs of one query token against one
-    key token, all layers of the group together. attended: per group, the most tokens a query attends to; None: all.
-    context_tokens: the longest sequence it was made for; None where the config does not say. notes: what a reader
-    must know about the figures.
+    groups: attention layers by kind, window and widths.
+    pair_flops: per group, FLOPs of one query token against one key token, all layers of the group
+        together.
+    attended: per group, the most tokens a query attends to; None: all.
+    context_tokens: the longest sequence it was made for; None where the config does not say.
+    notes: what a reader must know about the figures.
     """
 
     model_type: str

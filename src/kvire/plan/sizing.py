@@ -67,9 +67,14 @@ def parity_users(shape: Shape, storage: Storage, weights_bytes: int, context: in
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How a model is used. context: tokens of one conversation. users: at once. reasoning_tokens: thought before an
-    answer and kept. hours, tokens_per_hour: how long a session goes on, and what it adds. sessions: kept though nobody
-    is typing. agents, agent_tokens: that share one context, and what each adds to it.
+    """How a model is used.
+
+    context: tokens of one conversation.
+    users: at once.
+    reasoning_tokens: thought before an answer and kept.
+    hours, tokens_per_hour: how long a session goes on, and what it adds.
+    sessions: kept though nobody is typing.
+    agents, agent_tokens: that share one context, and what each adds to it.
     """
 
     context: int = 8192

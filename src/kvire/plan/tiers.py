@@ -16,9 +16,13 @@ EXAMPLE = "nvme4=2TB, or mine=2TB@7,0.1ms,$0.08: size @ GB/s, latency, USD per G
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """state: the letter of the tier state that a prompt served from it is in (G device, R memory, D disk, N another
-    node). capacity_bytes: None for as much as is wanted. usd_per_gb_month: None where not known. measured: on this
-    machine, not a nominal rate.
+    """A place that keeps KV outside the device.
+
+    state: the letter of the tier state that a prompt served from it is in (G device, R memory, D
+        disk, N another node).
+    capacity_bytes: None for as much as is wanted.
+    usd_per_gb_month: None where not known.
+    measured: on this machine, not a nominal rate.
     """
 
     name: str

@@ -17,8 +17,11 @@ SIZES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)  # of a tier without a 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the cache is for. device_tokens: that the device itself has room to keep. requests_per_hour,
-    usd_per_hour: of the machine; None where not known, and then money saved is not known either.
+    """What the cache is for.
+
+    device_tokens: that the device itself has room to keep.
+    requests_per_hour, usd_per_hour: of the machine; None where not known, and then money saved is
+        not known either.
     """
 
     curve: HitCurve
@@ -30,9 +33,12 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One tier of one size beside the device. added_hit_rate: share of prompt tokens that it finds and the device
-    does not. ttft_s: mean time to the first token with it, against without_s with the device alone.
-    usd_per_month: of the tier; saved_usd_per_month: of machine time not spent; None where not known.
+    """One tier of one size beside the device.
+
+    added_hit_rate: share of prompt tokens that it finds and the device does not.
+    ttft_s: mean time to the first token with it, against without_s with the device alone.
+    usd_per_month: of the tier; None where not known.
+    saved_usd_per_month: the same of machine time not spent.
     """
 
     tier: Tier
@@ -61,8 +67,12 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """buy: the offer to take; None for nothing. reason: one sentence. certain: the answer is the same at both ends of
-    what machine and tiers may do; doubt says what changes where it is not.
+    """What to buy, and how sure that is.
+
+    buy: the offer to take; None for nothing.
+    reason: one sentence.
+    certain: the answer is the same at both ends of what machine and tiers may do; doubt says what
+        changes where it is not.
     """
 
     buy: Offer | None

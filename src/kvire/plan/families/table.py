@@ -233,4 +233,7 @@ FAMILIES: dict[str, Family] = {
                            out_bias="attention_bias"), head_dim=128),
 }  # fmt: skip
 
-RUNNING = tuple(sorted(kind for kind, family in FAMILIES.items() if family.runs))
+
+def running() -> tuple[str, ...]:
+    """Families that the engine is known to cache right, by name."""
+    return tuple(sorted(kind for kind, family in FAMILIES.items() if family.runs))
