@@ -1,13 +1,10 @@
 """How far a prompt can go on from stored blocks: one function, against trying every length."""
 
 import random
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 
-from kvire.connectors.vllm.groups import Group
-from kvire.connectors.vllm.scheduler import SchedulerSide
 from kvire.core.record import BlockId
 from kvire.core.spec import first_needed
 from kvire.engine.store_link import StoreLink
@@ -69,14 +66,7 @@ def of_engine(case: Case) -> int:
     return StoreLink._local_stop(link, keys, case.first, tiers)
 
 
-def of_vllm(case: Case) -> int:
-    groups = [Group((), "", window) for window in case.windows]
-    side = SimpleNamespace(_groups=groups, _block_size=case.block_size, _parts=groups)
-    tiers: Sequence[list[str | None]] = [["disk" if here else None for here in parts] for parts in case.stored]
-    return SchedulerSide._stop(side, tiers, case.first, case.blocks)
-
-
-@pytest.mark.parametrize("other", [tried, of_engine, of_vllm])
+@pytest.mark.parametrize("other", [tried, of_engine])
 def test_one_function_for_every_engine(other) -> None:
     holes = 0
     for seed in range(CASES):

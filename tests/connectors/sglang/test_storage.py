@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from kvire.core.record import BlockId
 from kvire.store.disk import DiskTier
 
 PAGE = 4
@@ -93,7 +94,7 @@ def test_a_damaged_page_is_a_miss_and_leaves_its_slot_alone(start, host_pool, mo
     storage.batch_set_v1(KEYS, slots(range(8)))
     storage._store.flush(10)
     storage.register_mem_pool_host(target)
-    [bad] = [record.id for record in storage._pools["kv"]._records([KEYS[3]])]
+    bad = BlockId(storage._pools["kv"]._pages([KEYS[3]]).keys[0], 0)
     read = DiskTier.read
 
     def garbled(tier, block_id, buffers, timeout_s=None) -> int:
@@ -126,9 +127,9 @@ def test_clear_forgets_sglangs_pages_and_nobody_elses(start, host_pool) -> None:
         storage.register_mem_pool_host(host_pool(16).fill())
         storage.batch_set_v1(KEYS, slots(range(8)))
         storage._store.flush(10)
-    names = {record.id for record in ours._pools["kv"]._records(KEYS)}
+    names = set(ours._pools["kv"]._pages(KEYS).keys)
     assert ours.clear() is True
-    assert names.isdisjoint(record.id for record in ours._pools["kv"]._records(KEYS)), "under the new salt"
+    assert names.isdisjoint(ours._pools["kv"]._pages(KEYS).keys), "under the new salt"
     assert (ours.batch_exists(KEYS), other.batch_exists(KEYS)) == (0, 8)
     assert ours.batch_set_v1(KEYS, slots(range(8))) == [True] * 8
     ours._store.flush(10)

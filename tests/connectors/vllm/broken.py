@@ -4,28 +4,30 @@ As in harness/mutants.py, a mutant patches one function of Kvire for the length 
 """
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
-from kvire.connectors.vllm.misses import ForeignBlocks
-from kvire.connectors.vllm.remote import RemoteProbe
-from kvire.connectors.vllm.requests import Roots
+from kvire.connectors.vllm.fetch import Fetcher
 from kvire.connectors.vllm.scheduler import SchedulerSide
 from kvire.connectors.vllm.worker import WorkerSide
 from kvire.core.keys import BlockKey, Namespace
 from kvire.store.loader import Loader
+from kvire.store.reuse.chain import Names
+from kvire.store.reuse.planner import Reuse
+from kvire.store.reuse.probe import Probe
 
 
 def salt_dropped(patch: pytest.MonkeyPatch) -> None:
     """A request's cache_salt is lost on the way to the store."""
-    of = Roots.of
-    patch.setattr(Roots, "of", lambda self, cache_salt: of(self, None))
+    of = Names.of
+    patch.setattr(Names, "of", lambda self, tenant="", cache_salt="": of(self, tenant))
 
 
 def keys_from_the_builtin_hash(patch: pytest.MonkeyPatch) -> None:
     """Keys are hashes of Python's own, which differ from process to process."""
     digest = lambda parent, tokens: BlockKey(hash((parent, tuple(tokens))).to_bytes(8, "little", signed=True) * 4)
-    patch.setattr("kvire.connectors.vllm.requests.block_key", digest)
+    patch.setattr("kvire.core.keys.block_key", digest)
 
 
 def weights_are_known_by_name(patch: pytest.MonkeyPatch) -> None:
@@ -44,7 +46,7 @@ def layouts_are_told_apart_by_size(patch: pytest.MonkeyPatch) -> None:
 
 def foreign_blocks_are_not_told(patch: pytest.MonkeyPatch) -> None:
     """Nobody asks whether another engine has stored it."""
-    patch.setattr(ForeignBlocks, "ask", lambda self, tracked, limit: None)
+    patch.setattr(Reuse, "why", lambda self, chain, index, prompt_tokens: None)
 
 
 def failed_loads_are_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -63,8 +65,8 @@ def missing_blocks_count_as_loaded(patch: pytest.MonkeyPatch) -> None:
     """A load that ended counts as one that brought everything."""
     load_piece = WorkerSide._load_piece
 
-    def broken(self, pages, moves, cancelled):
-        load_piece(self, pages, moves, cancelled)
+    def broken(self, pages, moves, cancelled, deadline):
+        load_piece(self, pages, moves, cancelled, deadline)
         return len(moves)
 
     patch.setattr(WorkerSide, "_load_piece", broken)
@@ -72,11 +74,11 @@ def missing_blocks_count_as_loaded(patch: pytest.MonkeyPatch) -> None:
 
 def remotes_are_waited_for(patch: pytest.MonkeyPatch) -> None:
     """A remote tier has a minute to say what it has."""
-    patch.setattr(RemoteProbe, "__init__", _with_a_minute(RemoteProbe.__init__))
+    patch.setattr(Probe, "__init__", _with_a_minute(Probe.__init__))
 
 
 def _with_a_minute(init):
-    return lambda self, store, timeout_s: init(self, store, 60.0)
+    return lambda self, reuse, timeout_s: init(self, reuse, 60.0)
 
 
 def whole_prompts_are_loaded(patch: pytest.MonkeyPatch) -> None:
@@ -105,15 +107,15 @@ def drafts_count_as_computed(patch: pytest.MonkeyPatch) -> None:
 
 def memory_is_reused_under_a_read(patch: pytest.MonkeyPatch) -> None:
     """The next load goes into memory to which a read that was given up may still write."""
-    load_piece = WorkerSide._load_piece
+    fetch = Fetcher.fetch
 
-    def broken(self, pages, moves, cancelled):
-        memory = self._rows(len(moves), pages.row_bytes).reshape(-1)
-        loaded = load_piece(self, pages, moves, cancelled)
+    def broken(self, records, given_up, deadline, **how):
+        memory = self._rows(len(records), records[0].kv_bytes).reshape(-1)
+        fetched = fetch(self, records, given_up, deadline, **how)
         self._memory.rows = memory
-        return loaded
+        return fetched
 
-    patch.setattr(WorkerSide, "_load_piece", broken)
+    patch.setattr(Fetcher, "fetch", broken)
 
 
 def late_bytes_go_to_the_callers_memory(patch: pytest.MonkeyPatch) -> None:
@@ -156,3 +158,11 @@ def any_bytes_will_do(patch: pytest.MonkeyPatch) -> None:
         return None if failure is not None and failure.reason == "damaged" else failure
 
     patch.setattr(Loader, "_fetch", broken)
+
+
+def loads_are_waited_for_whatever_computing_takes(patch: pytest.MonkeyPatch) -> None:
+    """A tier that was fast and hangs now holds a request up until the load is given up as dead."""
+    fetch = Fetcher.fetch
+    patch.setattr(
+        Fetcher, "fetch", lambda self, records, given_up, _, **how: fetch(self, records, given_up, inf, **how)
+    )

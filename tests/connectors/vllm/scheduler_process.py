@@ -34,7 +34,7 @@ def main() -> None:
             namespace=NAMESPACE, facts=Facts("test", "float64", "test", (1,)),
         )  # fmt: skip
         found = side.match(request, 0)
-        print(*(block.key.hex() for block in side._tracked["a"].blocks[:5]), found)
+        print(*(key.hex() for key in side._tracked["a"].chain.keys[:5]), found)
     assert "torch" not in sys.modules
 
 

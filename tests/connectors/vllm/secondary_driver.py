@@ -224,7 +224,7 @@ class Driver:
         """All jobs are over, and all that was saved is in its tiers."""
         engine = self.engines[name]
         engine.wait()
-        return all(tier._opened.flush(timeout_s) for tier in engine.manager.secondary_tiers)
+        return all(tier._store.flush(timeout_s) for tier in engine.manager.secondary_tiers)
 
     def evict(self, name: str, count: int) -> None:
         """Fill the CPU tier with other things, so that what was in it is gone."""
@@ -234,6 +234,14 @@ class Driver:
     def reset(self, name: str) -> None:
         self.engines[name].manager.reset_cache()
 
+    def say_how_fast(self, name: str, token_s: float, bytes_per_s: float) -> None:
+        """What a token is said to take to compute, and how fast every tier of the store is said to be."""
+        from kvire.plan.cost import PrefillSpeed, Speed
+
+        for tier in self.engines[name].manager.secondary_tiers:
+            tier._requests._reuse.prefill = PrefillSpeed(token_s)
+            tier._requests._reuse.measured({"disk": Speed(0.0, bytes_per_s, 1)})
+
     def longest_s(self, name: str) -> float:
         return self.engines[name].longest_s
 
@@ -241,7 +249,7 @@ class Driver:
         """The tier's own counters since the last call, checked against what vLLM's registry was told of."""
         engine = self.engines[name]
         for tier in engine.manager.secondary_tiers:
-            tier._tiers_due = 0.0
+            tier._transfers._fetcher._tiers_due = 0.0
         told = type(engine.manager.secondary_tiers[0]).build_metric_definitions({})
         found = {}
         for metric, values in engine.manager.get_stats().data["data"].items():

@@ -22,6 +22,7 @@ from kvire.connectors.vllm.pages import open_pages
 from kvire.connectors.vllm.scheduler import NULL_BLOCK, SchedulerSide
 from kvire.connectors.vllm.worker import WorkerSide
 from kvire.core.keys import Namespace
+from kvire.core.spec import first_needed
 from kvire.store.tiered import TieredStore
 
 TOKENS = 4  # of a block
@@ -176,7 +177,7 @@ class SmallEngine:
         if stored is None:
             return
         hit = [[self.cached[number, tuple(request.all_token_ids[: (i + 1) * TOKENS])]
-                if i >= group.first_needed(local, TOKENS) else NULL_BLOCK for i in range(local // TOKENS)]
+                if i >= first_needed(group.window, local, TOKENS) else NULL_BLOCK for i in range(local // TOKENS)]
                for number, group in enumerate(self.groups)]  # fmt: skip
         self._use([block for table in hit for block in table])
         request.tables = hit
@@ -194,7 +195,7 @@ class SmallEngine:
             needed = (
                 (number, tuple(request.all_token_ids[: (i + 1) * TOKENS]))
                 for number, group in enumerate(self.groups)
-                for i in range(group.first_needed(stop * TOKENS, TOKENS), stop)
+                for i in range(first_needed(group.window, stop * TOKENS, TOKENS), stop)
             )
             if request.cache_salt is None and all(name in self.cached for name in needed):
                 return stop * TOKENS
@@ -204,7 +205,7 @@ class SmallEngine:
         """Blocks for so many tokens; none for what a window has left when `computed` are there."""
         request.tables = request.tables or [[] for _ in self.groups]
         for group, table in zip(self.groups, request.tables, strict=True):
-            left = group.first_needed(computed, TOKENS)
+            left = first_needed(group.window, computed, TOKENS)
             self._unuse(table[:left])
             table[:left] = [NULL_BLOCK] * left
         missing = [-(-tokens // TOKENS) - len(table) for table in request.tables]

@@ -81,7 +81,7 @@ def s21_hash_seeds_of_other_processes() -> None:
         with store_over(disk, path) as store:
             engine = SmallEngine(store)
             engine.scheduler.match(Request("a", list(PROMPT)), 0)
-            own = [block.key.hex() for block in engine.scheduler._tracked["a"].blocks[:5]]
+            own = [key.hex() for key in engine.scheduler._tracked["a"].chain.keys[:5]]
             engine.close()
         assert [answer.split() for answer in answers] == [[*own, str(WHOLE)]]
 
@@ -175,8 +175,8 @@ def loads_what_comes_before(gone: list[int], tier: FaultyTier, fault: Callable[[
     engine = SmallEngine(store)
     request = Request("a", PROMPT[: 10 * TOKENS + 1])
     engine.scheduler.match(request, 0)
-    blocks = engine.scheduler._tracked["a"].blocks
-    tier.faults = {BlockId(blocks[index].key, 0): fault for index in gone}
+    keys = engine.scheduler._tracked["a"].chain.keys
+    tier.faults = {BlockId(keys[index], 0): fault for index in gone}
     loads, begin = [], engine.worker.begin
     engine.worker.begin = lambda plan: loads.extend(plan.loads) or begin(plan)
     engine.run(request)

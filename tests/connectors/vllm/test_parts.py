@@ -1,5 +1,6 @@
 """The connector's parts that need no vLLM: groups, pages, names, speeds, remote tiers, events."""
 
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -12,22 +13,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from connectors.vllm.small_engine import FULL, NAMESPACE, Request, SmallEngine
+from connectors.vllm.small_engine import BLOCK_BYTES, FULL, NAMESPACE, Request, SmallEngine
 
 from kvire.connectors.identity import connector_namespace, weight_files
+from kvire.connectors.options import SharedStore
 from kvire.connectors.vllm.events import Announcer
 from kvire.connectors.vllm.groups import read_groups
-from kvire.connectors.vllm.messages import Move, Outcome
-from kvire.connectors.vllm.pace import TRY_AGAIN, Pace
+from kvire.connectors.vllm.messages import Facts, Move, Outcome
 from kvire.connectors.vllm.pages import DevicePages, HostPages, open_pages
 from kvire.connectors.vllm.requests import Tracked, exclusion
-from kvire.connectors.vllm.stores import SharedStore
+from kvire.connectors.vllm.secondary_requests import Requests
+from kvire.connectors.vllm.steps import Steps
 from kvire.core.config import StoreConfig
 from kvire.core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId
-from kvire.plan.cost import Speed
+from kvire.core.spec import first_needed
+from kvire.plan.cost import PrefillSpeed, Speed
+from kvire.store.reuse.chain import Identity
+from kvire.store.reuse.look import Part
+from kvire.store.reuse.planner import Reuse
 from kvire.store.tiered import TieredStore
+
+OURS = Identity("", "salt", BlockKey(bytes(32)))
 
 
 def test_importing_it_needs_neither_vllm_nor_torch_nor_our_engine() -> None:
@@ -89,8 +97,8 @@ def test_groups_that_are_known() -> None:
     assert block_size == 16
     assert [(group.kind, group.window) for group in groups] == [("full", None), ("sliding", 100)]
     # a token at 200 looks at the tokens from 101 on, which is in block 6
-    assert [group.first_needed(200, 16) for group in groups] == [0, 6]
-    assert groups[1].first_needed(99, 16) == 0
+    assert [first_needed(group.window, 200, 16) for group in groups] == [0, 6]
+    assert first_needed(groups[1].window, 99, 16) == 0
 
 
 @pytest.mark.parametrize(
@@ -217,49 +225,68 @@ def test_names_are_the_same_however_tokens_arrive() -> None:
     whole, growing = Request("a", list(range(40))), Request("b", list(range(13)))
     names = []
     for request in (whole, growing):
-        tracked = Tracked(request, "salt", BlockKey(bytes(32)), 4)
-        tracked.extend()
+        chain = Tracked(request, OURS, 4).chain
+        chain.extend()
         for token in range(len(request.all_token_ids), 40):
             request.all_token_ids.append(token)
-            tracked.extend()
-        names.append(tracked.blocks)
+            chain.extend()
+        names.append([chain.record(index, 0, 1) for index in range(len(chain.keys))])
     assert names[0] == names[1]
-    assert [block.index for block in names[0]] == list(range(10))
+    assert [record.index for record in names[0]] == list(range(10))
 
 
 # Speeds
 
 
-def test_a_tier_slower_than_computing_is_left_alone_and_tried_again_now_and_then() -> None:
-    now = [0.0]
-    pace = Pace(lambda _: Speed(0.0, 1e3), clock=lambda: now[0])
-    assert pace.is_worth_loading(0, 100, {"disk": 10**6}), "as long as nobody knows"
-    pace.step_begins({"a": 0}, {"a": 100})
-    now[0] += 1.0
-    pace.step_ended()
-    assert pace.is_worth_loading(0, 100, {"disk": 500})
-    assert not pace.is_worth_loading(0, 100, {"disk": 2000})
-    pace.read({"disk": Speed(0.0, 1e6)})
-    assert pace.is_worth_loading(0, 100, {"disk": 2000}), "measured, it is faster than was thought"
-    pace.read({"disk": Speed(5.0, 1e6)})
-    tried = 0
-    for _ in range(2 * TRY_AGAIN):
-        if pace.is_worth_loading(0, 100, {"disk": 2000}):
-            tried += 1
-            pace.loaded()
-        else:
-            pace.refused()
-    assert tried == 2
+def measured(*plans: dict[str, int], ends: Sequence[int], step_s: float = 1.0) -> PrefillSpeed:
+    """What is known after steps of `plans` were planned one after the other, in no time, and ended in order."""
+    now, prefill = [0.0], PrefillSpeed()
+    steps = Steps(prefill, clock=lambda: now[0])
+    numbers = [steps.planned(dict.fromkeys(counts, 0), counts) for counts in plans]
+    for index in ends:
+        now[0] += step_s
+        steps.ended(numbers[index])
+    return prefill
+
+
+def test_a_step_says_how_fast_prompts_are_computed() -> None:
+    assert measured({"a": 100}, ends=[0]).seconds(0, 100) == pytest.approx(1.0)
+
+
+def test_a_step_that_was_planned_while_another_ran_is_timed_from_its_end() -> None:
+    """As vLLM plans ahead. Steps of decoding between say nothing, but when they ended."""
+    prefill = measured({"a": 100}, {"b": 1}, {"a": 100}, ends=[0, 1, 2])
+    assert prefill.samples == 2
+    assert prefill.seconds(0, 100) == pytest.approx(1.0)
 
 
 def test_steps_that_say_nothing_of_prefill_are_not_measured() -> None:
-    now = [0.0]
-    pace = Pace(lambda _: Speed(0.0, 1e3), clock=lambda: now[0])
-    for counts in ({"a": 1, "b": 1}, {"a": 50, "b": 50}, {}):
-        pace.step_begins(dict.fromkeys(counts, 0), counts)
-        now[0] += 1e-9
-        pace.step_ended()
-    assert pace.is_worth_loading(0, 100, {"disk": 10**6})
+    for counts in ({"a": 1, "b": 1}, {"a": 50, "b": 50}, {"a": 31}, {}):
+        assert not measured(counts, ends=[0]).known
+    assert not measured({"a": 100}, ends=[]).known, "it never ended"
+
+
+# Errors
+
+
+def test_whatever_a_look_raises_the_request_is_computed(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's scheduler asks: an exception would end its engine."""
+    engine = SmallEngine(store)
+    tier = Requests(Reuse(store, NAMESPACE, [Part(BLOCK_BYTES)], 4), None)
+    engine.run(Request("stored", list(range(30))))
+    assert store.flush(10)
+
+    def broken(ids: Sequence[BlockId]) -> list[str | None]:
+        raise sqlite3.DatabaseError(f"database disk image is malformed ({len(ids)} blocks)")
+
+    monkeypatch.setattr(store, "held", broken)
+    engine.cached.clear()
+    assert engine.run(Request("asked", list(range(30)))).stored_tokens == 0
+    tier.meet(Request("asked", list(range(30))))
+    context = SimpleNamespace(req_id="asked", get_offload_key_position=lambda key: 4)
+    record = tier.record(bytes(8), context)
+    assert record is not None and tier.has(record, "asked") is False
+    engine.close()
 
 
 # Remote tiers
@@ -321,17 +348,18 @@ def test_a_remote_tier_that_does_not_answer_is_not_waited_for(store: TieredStore
 def three_blocks() -> Tracked:
     request = Request("a", list(range(12)), cache_salt="s")
     request.block_hashes = [bytes([i]) for i in range(3)]
-    tracked = Tracked(request, "salt", BlockKey(bytes(32)), 4)
-    tracked.extend()
+    tracked = Tracked(request, OURS, 4)
+    tracked.chain.extend()
     return tracked
 
 
 def test_events_say_what_came_and_what_went() -> None:
     announcer, tracked = Announcer(1, on=True), three_blocks()
-    for block in tracked.blocks:
-        announcer.offered(tracked, block, [0])
+    keys = tracked.chain.keys
+    for index in range(len(keys)):
+        announcer.offered(tracked, index, [0])
     assert announcer.take() == [], "not before the store took it"
-    announcer.saved([block.key for block in tracked.blocks[:2]])
+    announcer.saved(keys[:2])
     first, second = announcer.take()
     assert (first.came, first.hash, first.parent, first.cache_salt) == (True, b"\0", None, "s")
     assert (second.hash, second.parent, second.token_ids, second.cache_salt) == (b"\1", b"\0", (4, 5, 6, 7), None)
@@ -344,13 +372,13 @@ def test_events_say_what_came_and_what_went() -> None:
 def test_events_tell_each_groups_share_of_a_block() -> None:
     """Of two groups and two workers: a share is there when both workers have it."""
     announcer, tracked = Announcer(2, on=True), three_blocks()
-    keys = [block.key for block in tracked.blocks]
+    keys = tracked.chain.keys
 
     def taken() -> list[tuple[bool, bytes, int]]:
         return [(event.came, event.hash, event.group) for event in announcer.take()]
 
-    announcer.offered(tracked, tracked.blocks[0], [0])  # the second group's window has moved on
-    announcer.offered(tracked, tracked.blocks[1], [0, 1])
+    announcer.offered(tracked, 0, [0])  # the second group's window has moved on
+    announcer.offered(tracked, 1, [0, 1])
     announcer.saved(keys[:2])
     assert taken() == [(True, b"\0", 0), (True, b"\1", 0), (True, b"\1", 1)]
     announcer.found(tracked, [["disk", None, "disk", None], ["disk", "disk", "disk", None], ["ram", "disk"] * 2])
@@ -362,9 +390,10 @@ def test_events_tell_each_groups_share_of_a_block() -> None:
 
 
 def test_of_several_workers_the_least_counts() -> None:
-    one = Outcome({"a": 3}, [BlockKey(b"x"), BlockKey(b"y")], {"disk": Speed(0.0, 5.0)})
-    two = Outcome({"a": 2, "b": 1}, [BlockKey(b"y")], {"disk": Speed(0.0, 4.0)})
+    one = Outcome({"a": 3}, {"a"}, [BlockKey(b"x"), BlockKey(b"y")], {"disk": Speed(0.0, 5.0)}, step=7)
+    two = Outcome({"a": 2, "b": 1}, set(), [BlockKey(b"y")], {"disk": Speed(0.0, 4.0)}, step=7)
     both = one.merge(two)
+    assert (both.late, both.step) == ({"a"}, 7)
     assert both.failed == {"a": 2, "b": 1}
     assert both.saved == [b"y"]
     assert both.speeds["disk"].bytes_per_s == 4.0
@@ -394,8 +423,8 @@ def test_both_sides_of_one_process_use_one_store(tmp_path: Path) -> None:
 def test_several_workers_have_a_block_only_together(store: TieredStore) -> None:
     """Each keeps its share under a number of its own."""
     engine = SmallEngine(store)
-    facts = engine.scheduler._facts
-    two = type(engine.scheduler)(store, FULL, 4, namespace=NAMESPACE, facts=facts, parts=2)
+    facts = Facts("test", "float64", "test", (BLOCK_BYTES,))
+    two = type(engine.scheduler)(store, FULL, 4, namespace=NAMESPACE, facts=facts, workers=2)
     request = Request("a", list(range(30)))
     engine.add(request)
     for _ in range(8):
@@ -405,7 +434,7 @@ def test_several_workers_have_a_block_only_together(store: TieredStore) -> None:
     second = type(engine.worker)(store, engine.worker._pages, part=1)
     table = request.tables[0]
     tracked = engine.scheduler._tracked["a"]
-    second.save([Move(tracked.blocks[index], 0, table[index]) for index in range(7)])
+    second.save([Move(tracked.chain.record(index, 0, BLOCK_BYTES), table[index]) for index in range(7)])
     assert store.flush(10)
     assert two.match(Request("c", list(range(30))), 0) == 28
     second.close()

@@ -39,14 +39,14 @@ class StallingTier(BentTier):
 
 
 def ids_of(engine: SmallEngine, name: str) -> list[BlockId]:
-    return [BlockId(block.key, 0) for block in engine.scheduler._tracked[name].blocks]
+    return [BlockId(key, 0) for key in engine.scheduler._tracked[name].chain.keys]
 
 
 def late_bytes(kind: TierKind) -> None:
     """A read outlasts what a load may take; its memory would be that of the next load, whose blocks arrive first."""
     tier = StallingTier(kind)
     with folder() as path, pytest.MonkeyPatch.context() as patch, open_store(path, tier, load_timeout_s=0.3) as store:
-        patch.setattr("kvire.connectors.vllm.worker.STALLED_S", 0.3)
+        patch.setattr("kvire.connectors.vllm.fetch.STALLED_S", 0.3)
         patch.setattr("kvire.connectors.vllm.worker.LOAD_THREADS", 1)
         first = SmallEngine(store)
         for name, prompt in (("a", FIRST), ("b", SECOND)):

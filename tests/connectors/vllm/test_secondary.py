@@ -20,6 +20,7 @@ from connectors.vllm.test_engine_trouble import damage
 from store.servers import redis_server
 
 import kvire
+from kvire.store.reuse.planner import TRY_AFTER
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, NEEDS_VLLM]
 HERE = Path(__file__).parent
@@ -112,6 +113,21 @@ def test_what_left_the_cpu_tier_comes_back_and_is_counted(one: Commands, tmp_pat
     assert one("longest_s") < LOOK_S
     one("close")
     sound_and_whole(tmp_path / "store", tmp_path / "keys" / "k.json", engine="vllm 0.", least_blocks=BLOCKS * COUNT)
+
+
+def test_what_is_computed_sooner_is_left_and_tried_again(one: Commands) -> None:
+    given = asked(count=TRY_AFTER + 1)
+    room = BLOCKS * len(given)
+    one("open", chunks=room)
+    assert one("store", prompts=given) == room
+    assert one("settle")
+    one("evict", count=room)
+    one("say_how_fast", token_s=1.0, bytes_per_s=1.0)
+    assert one("find", prompts=given) == [0] * (TRY_AFTER - 1) + [BLOCKS, 0]
+    assert one("stats")["slower_tokens"] == BLOCKS * TOKENS * TRY_AFTER
+    one("evict", count=room)
+    one("say_how_fast", token_s=1.0, bytes_per_s=1e9)
+    assert one("find", prompts=given[:COUNT]) == ALL
 
 
 def test_groups_with_windows_are_kept_apart(one: Commands) -> None:

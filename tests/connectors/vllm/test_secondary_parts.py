@@ -16,10 +16,13 @@ from harness.waiting import AT_ONCE_S, until
 from store.blocks import KV_BYTES, TOKENS, kv_of, namespace
 from store.stores import BentTier, blocks, load_all, open_store, save_all
 
-from kvire.connectors.vllm import secondary_transfers
+from kvire.connectors.vllm import fetch
+from kvire.connectors.vllm.messages import Move
 from kvire.connectors.vllm.secondary_requests import Requests
-from kvire.connectors.vllm.secondary_transfers import Job, Move, Primary, Transfers
+from kvire.connectors.vllm.secondary_transfers import Job, Primary, Transfers
 from kvire.core.record import BlockRecord
+from kvire.store.reuse.look import Part
+from kvire.store.reuse.planner import Reuse
 from kvire.store.tiered import TieredStore
 
 COUNT = 4
@@ -79,7 +82,7 @@ def test_a_load_that_was_given_up_never_writes_into_a_row(
     opened: TieredStore, tier: BentTier, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """vLLM may have given the row to another block by then."""
-    monkeypatch.setattr(secondary_transfers, "STALLED_S", 0.5 if how == "stalled" else 60)
+    monkeypatch.setattr(fetch, "STALLED_S", 0.5 if how == "stalled" else 60)
     records = blocks(opened, COUNT)
     save_all(opened, records)
     rows = Rows(records)
@@ -107,9 +110,9 @@ def test_a_load_that_was_given_up_never_writes_into_a_row(
 def test_a_load_that_stalls_is_given_up_once_and_not_piece_by_piece(
     opened: TieredStore, tier: BentTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(secondary_transfers, "STALLED_S", 0.5)
+    monkeypatch.setattr(fetch, "STALLED_S", 0.5)
     records = blocks(opened, COUNT)
-    monkeypatch.setattr(secondary_transfers, "PIECE_BYTES", records[0].kv_bytes)
+    monkeypatch.setattr(fetch, "PIECE_BYTES", records[0].kv_bytes)
     save_all(opened, records)
     transfers = Transfers(opened, Primary(Rows(records).view))
     tier.gate.clear()
@@ -198,7 +201,7 @@ def test_what_could_not_be_loaded_is_not_asked_for_again_by_the_same_request(
     opened: TieredStore, tier: BentTier
 ) -> None:
     """Else vLLM would try the same load in every step, and the request never begin."""
-    requests = Requests(opened, namespace(), groups=1, chunk_tokens=TOKENS, row_bytes=KV_BYTES, probe=None)
+    requests = Requests(Reuse(opened, namespace(), [Part(KV_BYTES)], TOKENS), None)
     key, ends = bytes(32) + bytes(4), {}
     one, other = (SimpleNamespace(req_id=name, get_offload_key_position=ends.get) for name in ("one", "other"))
     for context in (one, other):
@@ -215,8 +218,7 @@ def test_what_could_not_be_loaded_is_not_asked_for_again_by_the_same_request(
     requests.failed("one", [record.id])
     assert not requests.has(record, "one")
     assert requests.has(record, "other")
-    used = requests.finished("one")
-    assert record.id in used and requests.record(key, one) is None
-    opened.touch(used)
+    requests.finished("one")
+    assert requests.record(key, one) is None
     assert opened.flush(10)
-    assert tier.touched == [tuple(used)]
+    assert len(tier.touched) == 1 and record.id in tier.touched[0]

@@ -96,7 +96,7 @@ def test_a_block_that_is_gone_costs_the_rest_of_the_hit(store: TieredStore) -> N
 
     def match_and_lose(which: Request, tokens: int) -> int | None:
         found = match(which, tokens)
-        lost = engine.scheduler._tracked["b"].blocks[3].record(0, 0).id
+        lost = engine.scheduler._tracked["b"].chain.record(3, 0, 0).id
         store._levels[0].tier.delete([lost], "room")
         return found
 

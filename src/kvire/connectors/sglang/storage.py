@@ -15,7 +15,9 @@ from torch import Tensor
 from kvire.connectors.sglang.facts import Server
 from kvire.connectors.sglang.options import Options
 from kvire.connectors.sglang.pages import Moved, PagePool
+from kvire.connectors.sglang.prefill import Misses, QuickPrefill
 from kvire.core.errors import KvireError
+from kvire.plan.cost import PrefillSpeed
 from kvire.store.open import open_store
 
 CLOSE_S = 10.0  # that closing gives to pages which are still being written
@@ -34,6 +36,9 @@ class KvireStorage(HiCacheStorage):
         self._server = Server.of(storage_config)
         self._store = open_store(self._options.config)
         self._pools: dict[str, PagePool] = {}
+        said = self._options.prefill_tokens_per_s
+        self._prefill = QuickPrefill() if said is None else PrefillSpeed(1 / said)
+        self._misses: Misses | None = None  # if that is to be measured
         self._lock = threading.Lock()
         self._read: list[tuple[int, float]] = []  # pages, GB/s
         self._written: list[tuple[int, float]] = []
@@ -42,6 +47,8 @@ class KvireStorage(HiCacheStorage):
         """The pool of KV itself."""
         super().register_mem_pool_host(mem_pool_host)
         self._register(mem_pool_host, str(PoolName.KV))
+        if isinstance(self._prefill, QuickPrefill):
+            self._misses = Misses(self._prefill, mem_pool_host.page_size)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Another pool, whose pages go with those of KV."""
@@ -50,11 +57,20 @@ class KvireStorage(HiCacheStorage):
 
     def exists(self, key: str) -> bool:
         """Whether a page of KV is stored."""
-        return self.batch_exists([key]) == 1
+        return self._held(PoolName.KV, [key]) == [True]
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:  # noqa: ARG002 - SGLang's signature
-        """How many pages of KV are stored, from the first on without a hole."""
-        return _leading(self._held(PoolName.KV, keys))
+        """How many pages of KV are to be loaded: those stored from the first on without a hole, or none of them where
+        computing is faster.
+        """
+        try:
+            count = self._pools[str(PoolName.KV)].worth_loading(keys, self._options.config.load_timeout_s)
+        except Exception:  # whatever it is, SGLang computes; an exception would cost it a thread
+            log.exception("asking for pages failed")
+            count = 0
+        if self._misses is not None and count < len(keys):
+            self._misses.told(keys[count])
+        return count
 
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
@@ -79,6 +95,7 @@ class KvireStorage(HiCacheStorage):
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:  # noqa: ARG002
         """Store pages of KV from the host pool."""
+        self._note_written(keys)
         return self._move(PoolName.KV, keys, host_indices, PagePool.write, self._written)
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:  # noqa: ARG002
@@ -92,6 +109,9 @@ class KvireStorage(HiCacheStorage):
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:  # noqa: ARG002
         """As batch_set_v1, for several pools."""
+        for transfer in transfers:
+            if transfer.name == PoolName.KV:
+                self._note_written(transfer.keys or ())
         return {
             transfer.name: self._move(
                 transfer.name, transfer.keys or (), transfer.host_indices, PagePool.write, self._written
@@ -136,7 +156,13 @@ class KvireStorage(HiCacheStorage):
     batch_get = set = batch_set = get
 
     def _register(self, pool: Any, name: str) -> None:
-        self._pools[name] = PagePool(pool, self._server.namespace(pool, name), self._store, self._options.tenant)
+        self._pools[name] = PagePool(
+            pool, self._server.namespace(pool, name), self._store, self._options.tenant, self._prefill
+        )
+
+    def _note_written(self, keys: Sequence[str]) -> None:
+        if self._misses is not None:
+            self._misses.written(keys)
 
     def _held(self, name: Any, keys: Sequence[str]) -> list[bool]:
         try:

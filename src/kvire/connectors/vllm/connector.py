@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvire.connectors.options import store_config
+from kvire.connectors.options import SharedStore, store_config
 from kvire.connectors.vllm.events import Event
 from kvire.connectors.vllm.groups import read_groups
 from kvire.connectors.vllm.identity import check_options, facts_of, namespace_of
@@ -26,7 +26,6 @@ from kvire.connectors.vllm.messages import Facts, Outcome, Plan
 from kvire.connectors.vllm.metrics import KvireMetrics, KvireStats
 from kvire.connectors.vllm.pages import open_pages
 from kvire.connectors.vllm.scheduler import SchedulerSide
-from kvire.connectors.vllm.stores import SharedStore
 from kvire.connectors.vllm.worker import WorkerSide
 from kvire.store.tier import TierKind
 
@@ -153,7 +152,7 @@ class KvireConnector(KVConnectorBase_V1, SupportsHMA):
             self._block_size,
             namespace=namespace,
             facts=facts[0],
-            parts=len(facts),
+            workers=len(facts),
             probe_s=self._config.load_timeout_s,
             tells=bool(events is not None and events.enable_kv_cache_events and hashes),
         )

@@ -9,9 +9,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvire.connectors.vllm.messages import Block
 from kvire.connectors.vllm.requests import Tracked
 from kvire.core.keys import BlockKey
+from kvire.store.reuse.look import Row
 
 MOST_ANNOUNCED = 1 << 17
 
@@ -37,20 +37,21 @@ class Announcer:
         self._announced: OrderedDict[tuple[BlockKey, int], bytes] = OrderedDict()  # by block and group
         self._offered: OrderedDict[BlockKey, list[Event]] = OrderedDict()  # handed to the workers
 
-    def found(self, tracked: Tracked, tiers: Sequence[Sequence[str | None]]) -> None:
+    def found(self, tracked: Tracked, rows: Sequence[Row]) -> None:
         """A lookup: the tier that has each part of each block of a request, group by group, worker by worker."""
         if self._on:
-            for block, names in zip(tracked.blocks, tiers, strict=False):
+            for index, row in enumerate(rows):
+                key = tracked.chain.keys[index]
                 for group in self._groups:
-                    if None in names[group :: len(self._groups)]:
-                        self._gone(block.key, group)
-                    elif (block.key, group) not in self._announced:
-                        self._announce(block.key, _came(tracked, block, group))
+                    if None in row[group :: len(self._groups)]:
+                        self._gone(key, group)
+                    elif (key, group) not in self._announced:
+                        self._announce(key, _came(tracked, index, group))
 
-    def offered(self, tracked: Tracked, block: Block, groups: Sequence[int]) -> None:
-        """A block is being handed to the store, by these groups."""
+    def offered(self, tracked: Tracked, index: int, groups: Sequence[int]) -> None:
+        """Block `index` is being handed to the store, by these groups."""
         if self._on:
-            self._offered[block.key] = [_came(tracked, block, group) for group in groups]
+            self._offered[tracked.chain.keys[index]] = [_came(tracked, index, group) for group in groups]
             while len(self._offered) > MOST_ANNOUNCED:
                 self._offered.popitem(last=False)
 
@@ -88,11 +89,11 @@ class Announcer:
             self._events.append(Event(came=False, hash=known, group=group))
 
 
-def _came(tracked: Tracked, block: Block, group: int) -> Event:
+def _came(tracked: Tracked, index: int, group: int) -> Event:
     hashes = tracked.request.block_hashes
-    parent = bytes(hashes[block.index - 1]) if block.index else None
-    salt = tracked.request.cache_salt if block.index == 0 else None  # vLLM's hashes take it in with the first block
+    parent = bytes(hashes[index - 1]) if index else None
+    salt = tracked.request.cache_salt if index == 0 else None  # vLLM's hashes take it in with the first block
     return Event(
-        came=True, hash=bytes(hashes[block.index]), group=group,
-        parent=parent, token_ids=block.token_ids, cache_salt=salt,
+        came=True, hash=bytes(hashes[index]), group=group,
+        parent=parent, token_ids=tracked.chain.tokens(index), cache_salt=salt,
     )  # fmt: skip

@@ -17,10 +17,6 @@ class Group:
     kind: str
     window: int | None
 
-    def first_needed(self, stop_tokens: int, block_size: int) -> int:
-        """Index of the first block that a token at position `stop_tokens` looks at."""
-        return 0 if self.window is None else max(0, stop_tokens - self.window + 1) // block_size
-
 
 def read_groups(kv_cache_config: Any) -> tuple[tuple[Group, ...], int]:
     """The groups as vLLM has them, and the tokens in a block. Raises UnsupportedModelError if one may not be right."""

@@ -2,15 +2,21 @@
 
 vLLM moves KV between the GPU and its CPU tier; KvireTier brings blocks of the CPU tier into the store, and back. Of a
 block vLLM tells a tier a hash, and of the model a name. Neither says which weights and which kernels the KV is of, so
-there is a connector, too: vLLM's own one, which also shows the tier the requests' token ids and what the workers say of
-their caches. secondary_tier.py is the tier, secondary_requests.py names blocks, secondary_transfers.py has the threads.
+there is a connector, too: vLLM's own one, which also shows the tier the requests' token ids, what the workers say of
+their caches, and how fast vLLM computes prompts. secondary_tier.py is the tier, secondary_requests.py names and judges
+blocks, secondary_transfers.py has the threads.
 """
 
 from collections.abc import Mapping
 from copy import copy, deepcopy
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kvire.connectors.vllm.connector import LEAST_BUFFER_BYTES, MOST_BUFFER_BYTES, KvireFacts
@@ -18,9 +24,26 @@ from kvire.connectors.vllm.groups import read_groups
 from kvire.connectors.vllm.identity import check_options, facts_of, namespace_of
 from kvire.connectors.vllm.messages import Facts
 from kvire.connectors.vllm.secondary_tier import KvireTier
+from kvire.connectors.vllm.steps import Steps
 from kvire.core.errors import ConfigError, UnsupportedModelError
+from kvire.plan.cost import PrefillSpeed
 
 __all__ = ["KvireOffloadingConnector", "KvireTier"]
+
+
+class KvireStep(KVConnectorWorkerMetadata):
+    """What a worker tells the scheduler's side after a step: what vLLM's own connector does, and the step's number."""
+
+    def __init__(self, told: KVConnectorWorkerMetadata | None, step: int) -> None:
+        self.told = told
+        self.step = step
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Of two workers."""
+        assert isinstance(other, KvireStep)
+        if self.told is None or other.told is None:
+            return KvireStep(self.told or other.told, self.step)
+        return KvireStep(self.told.aggregate(other.told), self.step)
 
 
 class KvireOffloadingConnector(OffloadingConnector):
@@ -35,6 +58,10 @@ class KvireOffloadingConnector(OffloadingConnector):
         super().__init__(introduced(vllm_config), role, kv_cache_config)
         self._facts: Facts | None = None
         self._tiers: list[KvireTier] = []
+        self._prefill = PrefillSpeed()
+        self._steps = Steps(self._prefill)
+        self._requests: dict[str, Any] = {}  # vLLM's own, by id
+        self._step: int | None = None  # that this worker is at
         if self.connector_scheduler is None:
             return
         self._tiers = [
@@ -69,13 +96,62 @@ class KvireOffloadingConnector(OffloadingConnector):
         for tier in self._tiers:
             step_bytes = step_blocks * len(self._groups) * tier.block_size_bytes
             buffer_bytes = min(max(LEAST_BUFFER_BYTES, 2 * step_bytes), MOST_BUFFER_BYTES)
-            tier.begin(namespace, groups=len(self._groups), buffer_bytes=buffer_bytes)
+            tier.begin(namespace, groups=self._groups, prefill=self._prefill, buffer_bytes=buffer_bytes)
 
     def on_new_request(self, request: Any) -> None:
         """Show it to the tiers."""
+        self._requests[request.request_id] = request
         for tier in self._tiers:
             tier.meet(request)
         super().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """As vLLM's; the tiers are told first where the lookups begin."""
+        for tier in self._tiers:
+            tier.begins(request.request_id, num_computed_tokens)
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """As vLLM's, with the number of a step that says how fast prompts are computed."""
+        meta = super().build_connector_meta(scheduler_output)
+        counts = scheduler_output.num_scheduled_tokens
+        starts = {name: self._requests[name].num_computed_tokens for name in counts if name in self._requests}
+        meta.kvire_step = self._steps.planned(starts, counts)
+        return meta
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """As vLLM's: a step begins."""
+        self._step = getattr(self._connector_metadata, "kvire_step", None)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """As vLLM's, with the number of the step."""
+        told = super().build_connector_worker_meta()
+        step, self._step = self._step, None
+        return told if step is None else KvireStep(told, step)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """As vLLM's: a step ended."""
+        told = connector_output.kv_connector_worker_meta
+        self._steps.ended(told.step if isinstance(told, KvireStep) else None)
+        if isinstance(told, KvireStep):
+            connector_output.kv_connector_worker_meta = told.told
+        super().update_connector_output(connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """As vLLM's."""
+        self._requests.pop(request.request_id, None)
+        over: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
+        return over
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As vLLM's, for models with several groups."""
+        self._requests.pop(request.request_id, None)
+        over: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(request, block_ids)
+        return over
 
     def _check_tiers(self) -> None:
         if not self._tiers:

@@ -1,4 +1,4 @@
-"""What the tier knows of vLLM's requests: the names of their blocks, and which of them the store has.
+"""What the tier knows of vLLM's requests: the names of their blocks, and which of them are worth a load.
 
 vLLM names a block for its CPU tier by a hash of its own, which depends on an algorithm, a seed and a process. That hash
 only says here which block of which request is meant; the name in the store is made of the request's token ids.
@@ -8,95 +8,98 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvire.connectors.vllm.remote import RemoteProbe
-from kvire.connectors.vllm.requests import Roots, Tracked, exclusion
-from kvire.core.keys import Namespace
+from kvire.connectors.vllm.requests import exclusion
 from kvire.core.record import BlockId, BlockRecord
-from kvire.store.tiered import TieredStore
+from kvire.plan.cost import Choice, Way
+from kvire.store.reuse.chain import Chain
+from kvire.store.reuse.look import Found, Word
+from kvire.store.reuse.planner import Reuse
+from kvire.store.reuse.probe import Probe
 
 log = logging.getLogger(__name__)
 
 GROUP_BYTES = 4  # at the end of vLLM's OffloadKey, big-endian
-ANSWER_S = 0.25  # what the local tiers said of a request's blocks is believed for so long
-
-
-class Held(NamedTuple):
-    """What the local tiers said at `at` of a group's blocks: whether each is there, and those that are not."""
-
-    at: float
-    here: list[bool]
-    missing: list[BlockId]
+ANSWER_S = 0.25  # what the tiers said of a request's blocks is believed for so long
 
 
 @dataclass(slots=True)
 class Known:
-    """One request. held: by group. failed: blocks that could not be loaded, so that they are not asked for again."""
+    """One request.
 
-    tracked: Tracked
-    held: dict[int, Held] = field(default_factory=dict)
+    first: the first block that vLLM has neither on the device nor in its CPU tier, as far as it said.
+    found: what tiers hold from there on, and looked_s: when they said so.
+    choice: whether to load that; None while nothing was found. It is made once.
+    failed: blocks that could not be loaded, so that they are not asked for again.
+    """
+
+    chain: Chain
+    first: int = 0
+    found: Found | None = None
+    looked_s: float = -inf
+    choice: Choice | None = None
     failed: set[BlockId] = field(default_factory=set)
 
 
 class Requests:
-    """For vLLM's scheduler thread only. groups: how many vLLM has. chunk_tokens: in one block of its CPU tier.
-    row_bytes: of that. probe: asks remote tiers, if there are any.
+    """For vLLM's scheduler thread only. reuse: parts are vLLM's groups, blocks those of its CPU tier. probe: asks
+    remote tiers, if there are any.
     """
 
-    def __init__(
-        self, store: TieredStore, namespace: Namespace, *, groups: int, chunk_tokens: int, row_bytes: int,
-        probe: RemoteProbe | None,
-    ) -> None:  # fmt: skip
-        self._store = store
-        self._groups = groups
-        self._chunk_tokens = chunk_tokens
-        self._row_bytes = row_bytes
+    def __init__(self, reuse: Reuse, probe: Probe | None) -> None:
+        self._reuse = reuse
         self._probe = probe
         self._known: dict[str, Known] = {}
-        self._roots = Roots(store, namespace)
-        self.excluded: Counter[str] = Counter()  # reason -> requests since it was last emptied
+        self.counts: Counter[tuple[str, str]] = Counter()  # (what, label) since it was last emptied
 
     def meet(self, request: Any) -> None:
         """A new request of vLLM's; what depends on more than its token ids is not kept."""
-        reason = exclusion(request)
-        identity = self._roots.of(request.cache_salt) if reason is None else None
-        if identity is None:
-            self.excluded[reason or "no_keys"] += 1
+        identity = self._reuse.name(cache_salt=request.cache_salt or "")
+        reason = exclusion(request) or (None if identity.kept else "no_keys")
+        if reason is not None:
+            self.counts["excluded_requests", reason] += 1
             return
-        self._known[request.request_id] = Known(Tracked(request, *identity, self._chunk_tokens))
+        self._known[request.request_id] = Known(Chain(identity, request.all_token_ids, self._reuse.block_size))
+
+    def begins(self, request_id: str, device_tokens: int) -> None:
+        """Blocks of a request are about to be looked for, after those that the device has."""
+        if (known := self._known.get(request_id)) is not None:
+            known.first = device_tokens // self._reuse.block_size
 
     def record(self, key: bytes, context: Any) -> BlockRecord | None:
         """The block that vLLM means by a key and the request it asks for; None if it is none of ours."""
         known = self._known.get(context.req_id)
         end: int | None = context.get_offload_key_position(key)
-        if known is None or end is None or end % self._chunk_tokens:
+        size = self._reuse.block_size
+        if known is None or end is None or end % size:
             return None
-        known.tracked.extend()
-        index = end // self._chunk_tokens - 1
-        if index >= len(known.tracked.blocks):
+        index = end // size - 1
+        if index >= len(known.chain.extend()):
             return None
-        return known.tracked.blocks[index].record(int.from_bytes(key[-GROUP_BYTES:], "big"), self._row_bytes)
+        group = int.from_bytes(key[-GROUP_BYTES:], "big")
+        return known.chain.record(index, group, self._reuse.parts[group].size_bytes)
 
     def has(self, record: BlockRecord, request_id: str) -> bool | None:
-        """Whether the store has a block of a request, as far as is known; None: ask again later."""
+        """Whether a block of a request is to be loaded, as far as is known; None: ask again later."""
         known = self._known[request_id]
         if record.id in known.failed:
             return False
-        group = record.id.group
-        held = known.held.get(group)
-        if held is None or record.index >= len(held.here) or held.at < monotonic() - ANSWER_S:
-            ids = [BlockId(block.key, group) for block in known.tracked.blocks]
-            here = [name is not None for name in self._store.held(ids)]
-            missing = [block_id for block_id, is_here in zip(ids, here, strict=True) if not is_here]
-            held = known.held[group] = Held(monotonic(), here, missing)
-        if held.here[record.index]:
-            return True
-        if self._probe is None:
+        if known.found is None and self._reuse.parts[record.id.group].window is None:
+            known.first = max(known.first, record.index)  # vLLM asks in order, and its CPU tier has those before
+        found = self._look(known, request_id)
+        if found is None:
             return False
-        found = self._probe.ask(f"{request_id}/{group}", held.missing)
-        return None if found is None else record.id in found
+        if found.word is Word.ASKING:
+            return None
+        return found.tier(record.index, record.id.group) is not None and self._is_worth_it(known, found)
+
+    def patience_s(self, request_id: str) -> float:
+        """The longest that a load for the request is waited for."""
+        known = self._known.get(request_id)
+        return inf if known is None or known.choice is None else known.choice.compute_s
 
     def failed(self, request_id: str, ids: Sequence[BlockId]) -> None:
         """Blocks could not be loaded for a request: for this one they are not there, so that it goes on without."""
@@ -104,15 +107,13 @@ class Requests:
         if known is not None:
             known.failed.update(ids)
 
-    def finished(self, request_id: str) -> list[BlockId]:
-        """Forget a request; its blocks, which were used now, in order."""
+    def finished(self, request_id: str) -> None:
+        """Forget a request; its blocks were used now."""
         known = self._known.pop(request_id, None)
-        if known is None:
-            return []
         if self._probe is not None:
-            for group in known.held:
-                self._probe.forget(f"{request_id}/{group}")
-        return [BlockId(block.key, group) for block in known.tracked.blocks for group in range(self._groups)]
+            self._probe.forget(request_id)
+        if known is not None:
+            self._reuse.finished(known.chain, len(known.chain.keys), keep=False)
 
     def reset(self) -> None:
         """From now on nothing that was stored before is found, and nothing kept of requests that began before: the
@@ -120,4 +121,28 @@ class Requests:
         """
         for request_id in list(self._known):
             self.finished(request_id)
-        self._roots.reset()
+        self._reuse.names.reset()
+
+    def _look(self, known: Known, request_id: str) -> Found | None:
+        """What tiers hold of a request's blocks, lately or now; None if they cannot be asked."""
+        blocks, now = len(known.chain.keys), monotonic()
+        found = known.found
+        if found is None or blocks > len(found.rows) or known.looked_s < now - ANSWER_S:
+            try:
+                found = self._reuse.look(known.chain, known.first, start=0)
+            except Exception:  # whatever it is: it must not come up in vLLM's scheduler, which would end the engine
+                log.exception("looking for stored blocks failed")
+                return None
+            known.found, known.looked_s = found, now
+        return found if self._probe is None else self._probe.ask(request_id, known.chain, found)
+
+    def _is_worth_it(self, known: Known, found: Found) -> bool:
+        """Whether to load what is stored of a request; decided when some of it is found, and then it stays so."""
+        if found.is_empty:
+            return True
+        if known.choice is None:
+            known.choice = self._reuse.worth(found, can_meet=False)
+            self._reuse.decided(known.choice)
+            if known.choice.way is Way.COMPUTE:
+                self.counts["slower_tokens", ""] += (found.stop - found.first) * self._reuse.block_size
+        return known.choice.way is not Way.COMPUTE

@@ -3,10 +3,8 @@
 vLLM's scheduler thread makes every call, and none waits but `drain_jobs` and `shutdown`.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from time import monotonic
 from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -22,20 +20,24 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvire.connectors.options import store_config
+from kvire.connectors.vllm.groups import Group
+from kvire.connectors.vllm.messages import Move
 from kvire.connectors.vllm.metrics import COUNTERS
-from kvire.connectors.vllm.remote import RemoteProbe
 from kvire.connectors.vllm.secondary_requests import Requests
-from kvire.connectors.vllm.secondary_transfers import Job, Move, Primary, Transfers
+from kvire.connectors.vllm.secondary_transfers import Job, Primary, Transfers
 from kvire.core.config import StoreConfig
 from kvire.core.errors import ConfigError
 from kvire.core.keys import Namespace
+from kvire.plan.cost import PrefillSpeed
 from kvire.store.open import open_store
+from kvire.store.reuse.look import Part
+from kvire.store.reuse.planner import Reuse
+from kvire.store.reuse.probe import Probe
 from kvire.store.tiered import TieredStore
 
-TIERS_EVERY_S = 1.0  # their counters are looked at
 COUNTED = (
-    "excluded_requests", "loaded_blocks", "loaded_bytes", "load_seconds", "failed_blocks", "saved_blocks",
-    "saved_bytes", "dropped_blocks", "refused_writes", "unavailable", "damaged",
+    "excluded_requests", "slower_tokens", "loaded_blocks", "loaded_bytes", "load_seconds", "failed_blocks",
+    "saved_blocks", "saved_bytes", "dropped_blocks", "refused_writes", "unavailable", "damaged",
 )  # fmt: skip
 
 
@@ -67,34 +69,39 @@ class KvireTier(SecondaryTierManager):
         self._config = tier_config(options)
         self._primary = Primary(primary_kv_view)
         self._store: TieredStore | None = None
-        self._probe: RemoteProbe | None = None
+        self._probe: Probe | None = None
         self._jobs: dict[int, tuple[TransferJob, list[OffloadKey]]] = {}  # with the keys whose blocks move
-        self._counts: Counter[tuple[str, str]] = Counter()
-        self._tiers_before: Counter[tuple[str, str]] = Counter()
-        self._tiers_due = 0.0
 
-    def begin(self, namespace: Namespace, *, groups: int, buffer_bytes: int) -> None:
-        """Open the store. namespace: of what the workers keep; groups: how many there are; buffer_bytes: for blocks on
-        their way into the store. Raises StoreError or ConfigError.
+    def begin(self, namespace: Namespace, *, groups: Sequence[Group], prefill: PrefillSpeed, buffer_bytes: int) -> None:
+        """Open the store. Raises StoreError or ConfigError.
+
+        namespace: of what the workers keep.
+        groups: vLLM's.
+        prefill: as the connector measures it.
+        buffer_bytes: for blocks on their way into the store.
         """
         spec = self._offloading_spec
         self._store = open_store(self._config, namespace.kv_dtype, buffer_bytes=buffer_bytes)
-        if self._store.remote_speed() is not None:
-            self._probe = RemoteProbe(self._store, self._config.load_timeout_s)
         self._transfers = Transfers(self._store, self._primary)
         chunk_tokens = spec.tokens_per_block[0] * spec.blocks_per_chunk
-        self._requests = Requests(
+        reuse = Reuse(
             self._store,
             replace(namespace, block_size=chunk_tokens, shard=f"{namespace.shard} in {row_layout(spec)}"),
-            groups=groups,
-            chunk_tokens=chunk_tokens,
-            row_bytes=self._primary.row_bytes,
-            probe=self._probe,
+            [Part(self._primary.row_bytes, group.window) for group in groups],
+            chunk_tokens,
+            prefill=prefill,
         )
+        if self._store.remote_speed() is not None:
+            self._probe = Probe(reuse, self._config.load_timeout_s)
+        self._requests = Requests(reuse, self._probe)
 
     def meet(self, request: Any) -> None:
         """A new request, before vLLM asks for its blocks."""
         self._requests.meet(request)
+
+    def begins(self, request_id: str, device_tokens: int) -> None:
+        """Blocks of a request are about to be looked for, after those that the device has."""
+        self._requests.begins(request_id, device_tokens)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
         """Keep blocks as they are computed."""
@@ -102,9 +109,7 @@ class KvireTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Its blocks were used."""
-        used = self._requests.finished(req_context.req_id)
-        if used:
-            self._opened.touch(used)
+        self._requests.finished(req_context.req_id)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """From the local tiers' indexes at once; RETRY while a remote tier is asked."""
@@ -155,20 +160,13 @@ class KvireTier(SecondaryTierManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What was counted since the last call."""
-        counts = self._transfers.take_counts() + self._tier_counts()
-        for reason, amount in self._requests.excluded.items():
-            counts["excluded_requests", reason] += amount
-        self._requests.excluded.clear()
+        counts = self._transfers.take_counts() + self._requests.counts
+        self._requests.counts.clear()
         stats = OffloadingConnectorStats()
         for (name, label), amount in counts.items():
             if amount:
                 stats.increase_counter(metric_name(name), amount, (label,) if COUNTERS[name].label else ())
         return stats
-
-    @property
-    def _opened(self) -> TieredStore:
-        assert self._store is not None, "vLLM's workers did not say what they keep"
-        return self._store
 
     def _job(self, given: TransferJob) -> Job:
         """Of a job's blocks those that the store may have or get."""
@@ -179,7 +177,7 @@ class KvireTier(SecondaryTierManager):
                 keys.append(key)
                 moves.append(Move(record, int(row)))
         self._jobs[given.job_id] = given, keys
-        return Job(given.job_id, moves)
+        return Job(given.job_id, moves, self._requests.patience_s(given.req_context.req_id))
 
     def _result(self, job: Job) -> JobResult:
         given, keys = self._jobs.pop(job.number)
@@ -197,18 +195,6 @@ class KvireTier(SecondaryTierManager):
             transfer_time=job.seconds,
             transfer_bytes=len(done) * self._primary.row_bytes,
         )
-
-    def _tier_counts(self) -> Counter[tuple[str, str]]:
-        """What tiers say of themselves, now and then."""
-        if monotonic() < self._tiers_due:
-            return Counter()
-        self._tiers_due = monotonic() + TIERS_EVERY_S
-        before, self._tiers_before = self._tiers_before, Counter()
-        for name, level in self._opened.stats().levels.items():
-            self._tiers_before["refused_writes", name] = sum(level.tier.refused.values())
-            self._tiers_before["unavailable", name] = level.counts.unavailable
-            self._tiers_before["damaged", name] = level.counts.damaged
-        return self._tiers_before - before
 
 
 def tier_config(options: Mapping[str, Any]) -> StoreConfig:

@@ -12,40 +12,38 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from time import monotonic, perf_counter
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from kvire.core.record import BlockRecord
-from kvire.store.ticket import LoadState, Ticket, Wanted
+from kvire.connectors.vllm import fetch
+from kvire.connectors.vllm.fetch import Fetcher
+from kvire.connectors.vllm.messages import Move
+from kvire.connectors.vllm.pages import Rows
 from kvire.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
 
-Rows = npt.NDArray[np.uint8]  # [rows, row_bytes]
 T = TypeVar("T")
 
 SAVE_THREADS, LOAD_THREADS = 1, 2
-PIECE_BYTES = 64 << 20  # of a load that are in memory of ours at once; at least one block
-STALLED_S = 5.0  # a load in which nothing moved for so long is given up
 JOIN_S = 5.0  # that close waits for threads that are in the middle of something
-
-
-class Move(NamedTuple):
-    """A block, and the row of vLLM's CPU tier where it lies or is to lie."""
-
-    record: BlockRecord
-    row: int
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Blocks that move one way. done: which of them did, by number. seconds: that a thread was at it."""
+    """Blocks that move one way, between the store and rows of vLLM's CPU tier.
+
+    patience_s: the longest that a load is waited for.
+    done: which of them did move, by number.
+    seconds: that a thread was at it.
+    """
 
     number: int
     moves: Sequence[Move]
+    patience_s: float = inf
     done: list[bool] = field(init=False)
     seconds: float = 0.0
 
@@ -92,11 +90,9 @@ class Transfers:
         self._primary = primary
         self._save_threads = ThreadPoolExecutor(SAVE_THREADS, "kvire tier save")
         self._load_threads = ThreadPoolExecutor(LOAD_THREADS, "kvire tier load")
-        self._memory = threading.local()
+        self._fetcher = Fetcher(store)
         self._running: list[tuple[Job, Future[None]]] = []
         self._given_up = threading.Event()  # replaced by each drain
-        self._lock = threading.Lock()
-        self._counts: Counter[tuple[str, str]] = Counter()  # (what, label)
 
     def save(self, job: Job) -> None:
         """Begin to bring rows into the store. A block that it has, or has no room for on the way there, is left."""
@@ -126,9 +122,7 @@ class Transfers:
 
     def take_counts(self) -> Counter[tuple[str, str]]:
         """(what, label) counted since the last call."""
-        with self._lock:
-            counts, self._counts = self._counts, Counter()
-        return counts
+        return self._fetcher.take_counts()
 
     def close(self) -> None:
         """Give up what is under way; nobody touches a row afterwards. Waits JOIN_S at most for tiers. Idempotent."""
@@ -149,10 +143,6 @@ class Transfers:
         finally:
             job.seconds = perf_counter() - began
 
-    def _count(self, what: str, label: str, amount: float) -> None:
-        with self._lock:
-            self._counts[what, label] += amount  # type: ignore[assignment]  # seconds are no whole numbers
-
     def _save(self, job: Job, given_up: threading.Event) -> None:
         held = self._store.held([move.record.id for move in job.moves])
         for i, (move, name) in enumerate(zip(job.moves, held, strict=True)):
@@ -162,72 +152,36 @@ class Transfers:
             if given_up.is_set():
                 return
             job.done[i] = bool(self._primary.use(partial(self._save_row, move)))
-            self._count("saved_blocks" if job.done[i] else "dropped_blocks", "", 1)
-            self._count("saved_bytes", "", self._primary.row_bytes * job.done[i])
+            self._fetcher.count("saved_blocks" if job.done[i] else "dropped_blocks", "", 1)
+            self._fetcher.count("saved_bytes", "", self._primary.row_bytes * job.done[i])
 
     def _save_row(self, move: Move, rows: Rows) -> bool:
-        return self._store.save(move.record, rows[move.row].data)
+        return self._store.save(move.record, rows[move.place].data)
 
     def _load(self, job: Job, given_up: threading.Event) -> None:
-        at_once = max(1, PIECE_BYTES // self._primary.row_bytes)
+        deadline = monotonic() + job.patience_s
+        at_once = max(1, fetch.PIECE_BYTES // self._primary.row_bytes)
         for start in range(0, len(job.moves), at_once):
             if given_up.is_set():
                 return
             piece = job.moves[start : start + at_once]
-            is_over, job.done[start : start + len(piece)] = self._load_piece(piece, given_up)
+            is_over, job.done[start : start + len(piece)] = self._load_piece(piece, given_up, deadline)
             if not is_over:  # the rest would stall, too, each piece anew
                 return
 
-    def _load_piece(self, moves: Sequence[Move], given_up: threading.Event) -> tuple[bool, list[bool]]:
+    def _load_piece(self, moves: Sequence[Move], given_up: threading.Event, deadline: float) -> tuple[bool, list[bool]]:
         """Whether it was followed to its end, and which of the blocks are in their rows now."""
         began = perf_counter()
-        arrived = self._rows(len(moves))
-        ticket = self._store.load([Wanted(m.record, row.data) for m, row in zip(moves, arrived, strict=True)])
-        is_over = follow(ticket, given_up)
-        done = [state is LoadState.READY for state in ticket.states()]
-        if not ticket.finished or ticket.active:
-            self._memory.rows = None  # somebody may still write there
-        if self._primary.use(partial(fill, moves, arrived, done)) is None:
+        fetched = self._fetcher.fetch([move.record for move in moves], given_up, deadline)
+        if self._primary.use(partial(fill, moves, fetched.rows, fetched.arrived)) is None:
             return False, [False] * len(moves)
-        self._note(ticket, done, perf_counter() - began)
-        return is_over, done
-
-    def _rows(self, count: int) -> Rows:
-        """Memory of this thread's own, kept for the next piece: fresh memory costs more than what is copied into it."""
-        size = count * self._primary.row_bytes
-        memory: Rows | None = getattr(self._memory, "rows", None)
-        if memory is None or memory.size < size:
-            memory = self._memory.rows = np.empty(size, np.uint8)
-        return memory[:size].reshape(count, -1)
-
-    def _note(self, ticket: Ticket, done: Sequence[bool], seconds: float) -> None:
-        self._count("load_seconds", "", seconds)
-        for i, is_there in enumerate(done):
-            source, failure = ticket.source(i), ticket.failure(i)
-            if is_there and source is not None:
-                self._count("loaded_blocks", source, 1)
-                self._count("loaded_bytes", source, self._primary.row_bytes)
-            else:
-                self._count("failed_blocks", failure.reason if failure else "given_up", 1)
+        self._fetcher.count("load_seconds", "", perf_counter() - began)
+        return fetched.is_over, fetched.arrived
 
 
 def fill(moves: Sequence[Move], arrived: Rows, done: Sequence[bool], rows: Rows) -> bool:
     """Copy what arrived into its rows."""
     for move, row, is_there in zip(moves, arrived, done, strict=True):
         if is_there:
-            np.copyto(rows[move.row], row)
-    return True
-
-
-def follow(ticket: Ticket, given_up: threading.Event) -> bool:
-    """Wait until a load is finished (True), or is given up, or nothing moved in it for STALLED_S (False)."""
-    moved_at = monotonic()
-    while not ticket.finished:
-        seen = ticket.changed
-        ticket.wait(0.1, seen=seen)
-        if ticket.changed != seen:
-            moved_at = monotonic()
-        if given_up.is_set() or monotonic() - moved_at > STALLED_S:
-            ticket.cancel()
-            return False
+            np.copyto(rows[move.place], row)
     return True
