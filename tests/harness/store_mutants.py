@@ -5,6 +5,7 @@ As in mutants.py, a mutant patches one function of Kvire for the length of a tes
 
 import fcntl
 import os
+import time
 from contextlib import nullcontext
 from functools import partial
 from hashlib import sha256
@@ -18,6 +19,7 @@ from kvire.core.errors import BlockMissing
 from kvire.core.keys import Namespace, field
 from kvire.store import disk_index, level
 from kvire.store.asker import Asker
+from kvire.store.clock import FollowingClock
 from kvire.store.disk import DiskTier
 from kvire.store.disk_folder import DiskFolder
 from kvire.store.disk_index import Watch
@@ -421,3 +423,18 @@ def heads_come_first(patch: pytest.MonkeyPatch) -> None:
             self._files.write(fd, frame, offset + HEAD_BYTES)
 
     patch.setattr(SegmentFiles, "write", broken)
+
+
+def clocks_that_are_put_right_stay_wrong(patch: pytest.MonkeyPatch) -> None:
+    """The clock of the start counts for ever."""
+    patch.setattr("kvire.store.clock.FOLLOW_AT_MOST_S", 0.0)
+
+
+def others_are_from_the_future(patch: pytest.MonkeyPatch) -> None:
+    """Whatever is later than a clock that lags behind is pulled back."""
+    patch.setattr(FollowingClock, "latest", FollowingClock.now)
+
+
+def suspends_take_no_time(patch: pytest.MonkeyPatch) -> None:
+    """The clock stands still while the machine is suspended."""
+    patch.setitem(DiskTier.__init__.__kwdefaults__, "elapsed", time.monotonic)

@@ -12,6 +12,7 @@ from harness import store_mutants as broken
 from harness.broken_builds import Cases, Claim, Mutant, each_broken_build, must_notice
 from store import (
     test_asker,
+    test_clock,
     test_contract,
     test_disk_damage,
     test_explain,
@@ -147,6 +148,11 @@ CASES: Cases = [
     (claim(test_disk_damage.test_what_living_processes_write_is_not_taken_from_them), [broken.everybody_else_is_dead]),
     (claim(test_disk_damage.test_a_head_is_written_when_its_frame_is_there), [broken.heads_come_first]),
     (whatever_a_tier_raises_is_a_tier_that_is_unavailable, [broken.what_a_tier_raises_gets_out]),
+    (claim(test_clock.test_a_suspend_counts_as_time), [broken.suspends_take_no_time]),
+    (claim(test_clock.test_the_clock_follows_the_wall_clock_by_and_by),
+     [broken.clocks_that_are_put_right_stay_wrong]),
+    (claim(test_clock.test_a_corrected_clock_neither_takes_fresh_blocks_from_others_nor_loses_them),
+     [broken.clocks_that_are_put_right_stay_wrong, broken.others_are_from_the_future]),
     (evictions_are_told_from_what_was_never_there, [broken.misses_are_never_evictions]),
 ]  # fmt: skip
 

@@ -20,6 +20,7 @@ from typing import Any, Self
 from kvire.core.errors import ConfigError, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
+from kvire.store.clock import since_boot
 from kvire.store.disk_access import DiskAccess
 from kvire.store.disk_folder import DiskFolder
 from kvire.store.disk_index import MOST_NAMESPACE_BYTES, MOST_NAMESPACES
@@ -61,7 +62,7 @@ class DiskTier:
         writes_per_day_bytes: int | None = None,
         files: Files | None = None,
         wall: Callable[[], float] = time.time,
-        elapsed: Callable[[], float] = time.monotonic,
+        elapsed: Callable[[], float] = since_boot,
     ) -> None:
         if capacity_bytes is not None and capacity_bytes < MIN_CAPACITY_BYTES:
             raise ConfigError(

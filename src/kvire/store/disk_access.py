@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from kvire.core.errors import BlockMissing, FrameDamaged, StoreError, TierUnavailable
+from kvire.store.clock import FollowingClock
 from kvire.store.disk_folder import DiskFolder, no_store
 from kvire.store.disk_index import JournalFullError, is_damage
 from kvire.store.disk_rows import IndexDamagedError
@@ -25,8 +26,7 @@ ERRORS = (OSError, sqlite3.Error, JournalFullError, IndexDamagedError, StoreErro
 class DiskAccess:
     """One process's way to the folder at `path`. Thread-safe.
 
-    Times are the wall clock's of the start plus what has passed since, so that nothing here notices a clock that is
-    put forward or back.
+    Times are those of a FollowingClock, so that a clock that is put forward or back shows by and by only.
     """
 
     def __init__(
@@ -45,15 +45,18 @@ class DiskAccess:
         self._capacity_bytes = capacity_bytes
         self._new_bytes = new_bytes
         self._files = files
-        self._elapsed = elapsed
-        self._started = wall() - elapsed()
+        self._clock = FollowingClock(wall, elapsed)
         self._lock = threading.Lock()
         self._folder: DiskFolder | None = None
         self._closed = False
 
     def now(self) -> float:
-        """Seconds since the epoch."""
-        return self._started + self._elapsed()
+        """Seconds since the epoch, by a clock that does not jump."""
+        return self._clock.now()
+
+    def latest(self) -> float:
+        """See FollowingClock."""
+        return self._clock.latest()
 
     def open(self) -> None:
         """Open the folder now, making what is missing. Raises StoreError if this is no place for a store."""

@@ -202,18 +202,18 @@ class Upkeep:
 
     def _back_from_the_future(self, folder: DiskFolder) -> None:
         """Blocks that were written while a clock was ahead would otherwise outlive all others."""
-        now = self._access.now()
+        now, future = self._access.now(), self._access.latest() + FROM_THE_FUTURE_S
         late = (
             "SELECT b.slot FROM (SELECT DISTINCT slot_bytes FROM segments) s, tenants t, blocks b "
             "WHERE b.slot_bytes = s.slot_bytes AND b.tenant = t.tag AND b.pinned IN (0, 1) AND b.used > ? LIMIT ?"
         )
-        while slots := folder.index.query(late, now + FROM_THE_FUTURE_S, folder.index.rows_at_once):
+        while slots := folder.index.query(late, future, folder.index.rows_at_once):
             with folder.index.transaction() as run:
                 for (slot,) in slots:
                     run(
                         f"UPDATE blocks SET used = ?, expires = min(? + ttl_s, {LAST_S}) WHERE slot = ?", now, now, slot
                     )
-                run("UPDATE segments SET used = ? WHERE used > ?", now, now + FROM_THE_FUTURE_S)
+                run("UPDATE segments SET used = ? WHERE used > ?", now, future)
 
     @staticmethod
     def _sync(folder: DiskFolder) -> None:
