@@ -4,6 +4,7 @@ As in mutants.py, a mutant patches one function of Kvire for the length of a tes
 """
 
 import fcntl
+import hmac
 import os
 import time
 from contextlib import nullcontext
@@ -11,13 +12,14 @@ from functools import partial
 from hashlib import sha256
 
 import pytest
+from obstore.store import LocalStore
 
 from kvire.codec import frame
 from kvire.codec.frame import Frames, Header
 from kvire.codec.seal import Checksum
 from kvire.core.errors import BlockMissing
 from kvire.core.keys import Namespace, field
-from kvire.store import disk_index, level
+from kvire.store import disk_index, level, session_file
 from kvire.store.asker import Asker
 from kvire.store.clock import FollowingClock
 from kvire.store.disk import DiskTier
@@ -29,11 +31,13 @@ from kvire.store.disk_segments import HEAD_BYTES, SegmentFiles, place_of, segmen
 from kvire.store.epochs import Epochs
 from kvire.store.eviction.order import EvictionOrder
 from kvire.store.explain import Explainer
+from kvire.store.files import Files
 from kvire.store.health import Outage
 from kvire.store.keyring import Keyring
 from kvire.store.level import Level
 from kvire.store.loader import Loader, _Flight
 from kvire.store.memory import MemoryTier
+from kvire.store.object_tier import ObjectBackend
 from kvire.store.ticket import LoadState, Ticket
 from kvire.store.workers import Workers
 from kvire.store.write_behind import WriteBehind
@@ -438,3 +442,31 @@ def others_are_from_the_future(patch: pytest.MonkeyPatch) -> None:
 def suspends_take_no_time(patch: pytest.MonkeyPatch) -> None:
     """The clock stands still while the machine is suspended."""
     patch.setitem(DiskTier.__init__.__kwdefaults__, "elapsed", time.monotonic)
+
+
+def shared_folders_are_open_to_all(patch: pytest.MonkeyPatch) -> None:
+    """Files of a folder are made as the umask says."""
+    patch.setattr("kvire.store.object_tier.FolderBackend", lambda folder: ObjectBackend(LocalStore(folder, mkdir=True)))
+
+
+def anybody_may_write_to_the_store(patch: pytest.MonkeyPatch) -> None:
+    """Nobody looks who may change the folder."""
+    patch.setattr(Files, "mode", lambda self, fd: 0o700)
+
+
+def new_folders_are_not_synced(patch: pytest.MonkeyPatch) -> None:
+    """The first session is synced, the folders above it are not."""
+    patch.setattr("kvire.store.sessions._sync_way_to", lambda store: None)
+
+
+def session_salts_are_random_only(patch: pytest.MonkeyPatch) -> None:
+    """What is drawn twice seals twice with one key and nonce."""
+    patch.setattr(session_file, "hmac", _RandomOnly())
+
+
+class _RandomOnly:
+    """hmac, but for a message that begins with random bytes."""
+
+    @staticmethod
+    def new(secret, message, digest):
+        return hmac.new(secret, message[:32] if message[:32] == bytes(32) else message, digest)

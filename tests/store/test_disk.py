@@ -415,6 +415,19 @@ def test_reads_ahead_in_runs_and_only_where_there_is_something(tmp_path: Path) -
         assert asked == [(3 * 20_480, 2 * 20_480 + one), (2 * 20_480, one), (0, one)]
 
 
+@pytest.mark.parametrize("bits", [0o020, 0o002])
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, bits: int) -> None:
+    """They could put another index there, or blocks."""
+    with DiskTier(tmp_path / "store", 16 * MIB) as tier:
+        put(tier, record_of(1))
+    (tmp_path / "store").chmod(0o700 | bits)
+    with pytest.raises(StoreError, match=r"others may write to the store .* chmod 700"):
+        DiskTier(tmp_path / "store", 16 * MIB).open()
+    (tmp_path / "store").chmod(0o755)
+    with DiskTier(tmp_path / "store") as tier:
+        assert get(tier, record_of(1)) == 0
+
+
 def test_what_is_read_ahead_is_in_memory_then() -> None:
     files = Files()
     with tempfile.TemporaryFile() as file:

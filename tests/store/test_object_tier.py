@@ -1,6 +1,7 @@
 """Blocks in object stores: an S3 server, a folder, memory. What every tier does is in test_contract.py."""
 
 import os
+import shutil
 import stat
 import sys
 import threading
@@ -103,6 +104,27 @@ def test_many_more_blocks_than_one_request_takes(tmp_path):
     assert tier.delete_tenant(tenant_key("other").tag) == 5
     assert tier.clear() == 300
     tier.close()
+
+
+def test_files_of_a_folder_are_their_owners_alone(tmp_path):
+    """Also where the folder was made before, open to all, by hand or by an older version."""
+    folder = tmp_path / "shared"
+    (folder / "kvire").mkdir(parents=True)
+    for path in (folder, folder / "kvire"):
+        path.chmod(0o755)
+    before = os.umask(0o022)
+    try:
+        tier = opened(f"file://{folder}")
+        assert stat.S_IMODE((folder / "kvire").stat().st_mode) == 0o700, "before anything lies there"
+        put(tier, chain(1)[0])
+        shutil.rmtree(folder)
+        put(tier, chain(1)[0])
+        tier.close()
+    finally:
+        os.umask(before)
+    path = folder / block_name(chain(1)[0].id)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert {stat.S_IMODE(above.stat().st_mode) for above in (path.parent, folder / "kvire", folder)} == {0o700}
 
 
 def test_damaged_files_are_damage_and_vanished_ones_misses(tmp_path):

@@ -1,5 +1,6 @@
 """How large a store gets: an existing folder keeps its limit, and all ways in give a new one the same size."""
 
+import os
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -13,7 +14,7 @@ from kvire.cli.store_options import store_config
 from kvire.connectors.options import store_config as connector_config
 from kvire.core.config import StoreConfig
 from kvire.store.open import open_store
-from kvire.store.place import default_disk_bytes
+from kvire.store.place import default_disk_bytes, network_file_system
 from kvire.store.sessions import block_bytes
 
 WayIn = Callable[[Path], StoreConfig | None]
@@ -81,3 +82,22 @@ def test_an_index_that_is_lost_is_made_again_without_being_told_a_limit(tmp_path
     (tmp_path / "store" / "index.db").write_bytes(b"\xff" * 4096)
     default_bytes = default_disk_bytes(tmp_path / "store")
     assert limit_of(library(tmp_path / "store")) == pytest.approx(block_bytes(default_bytes), rel=0.1)
+
+
+def test_network_file_systems_are_known_by_their_mounts(tmp_path: Path) -> None:
+    device = tmp_path.stat().st_dev
+    line = "36 35 {}:{} / /mnt rw,noatime master:1 - {} server:/export rw\n"
+    here, elsewhere = (os.major(device), os.minor(device)), (os.major(device), os.minor(device) + 1)
+    for kind in ("nfs4", "virtiofs", "9p", "lustre"):
+        assert network_file_system(tmp_path, line.format(*here, kind)) == kind
+        assert network_file_system(tmp_path, line.format(*elsewhere, kind)) is None
+    assert network_file_system(tmp_path, line.format(*here, "ext4") + "cut off\n") is None
+    assert network_file_system(tmp_path / "not there", line.format(*here, "nfs")) is None
+
+
+def test_a_store_on_a_network_file_system_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvire.store.open.network_file_system", lambda path: "nfs4")
+    limit_of(library(tmp_path / "store"))
+    assert "lies on nfs4: only one machine may use it" in caplog.text

@@ -52,6 +52,16 @@ def test_two_saves_of_the_same_share_no_byte_run(sessions, store):
     assert sum(a == b for a, b in zip(before[head:], after[head:], strict=True)) < len(before) // 16
 
 
+def test_the_same_random_bytes_seal_no_two_contents_alike(tmp_path):
+    """As after a virtual machine's snapshot that is restored twice."""
+    key = Keyring(tmp_path / "keyring.json").tenant("")
+    head = len(session_file.MAGIC) + 2
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(session_file.os, "urandom", bytes)
+        salts = {session_file.pack(replace(CHAT, model=model), key)[head : head + 32] for model in ("one", "two")}
+    assert len(salts) == 2
+
+
 @pytest.mark.parametrize("encrypt", [True, False], ids=["sealed", "plain"])
 def test_a_file_that_was_moved_is_not_taken_for_another(store, keys, encrypt):
     sessions = opened(store, keys, encrypt=encrypt)

@@ -51,6 +51,22 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
+def test_the_first_session_outlives_a_loss_of_power_with_its_folders(tmp_path):
+    """A simulation: which folders were synced, that have new names in them."""
+    synced: list[Path] = []
+    sync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        sync(descriptor)
+
+    store = tmp_path / "new" / "store"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", watched)
+        opened(store, tmp_path / "keys" / "keyring.json").save("", CHAT)
+    assert {store / "sessions", store, store.parent, tmp_path} <= {*synced}
+
+
 @pytest.mark.parametrize("encrypt", [True, False], ids=["sealed", "plain"])
 def test_what_was_saved_is_there_for_the_next_process(store, keys, encrypt):
     saved = opened(store, keys, encrypt=encrypt).save("", CHAT)
@@ -167,6 +183,7 @@ def test_a_save_that_fails_leaves_what_was(sessions, store, monkeypatch, call):
 
 
 def test_the_new_content_is_on_the_disk_before_it_has_the_name(sessions, monkeypatch):
+    sessions.save("", replace(CHAT, name="first"))  # which makes folders
     calls = []
     fsync, rename = os.fsync, os.rename
 

@@ -64,6 +64,8 @@ class DiskFolder:
         """
         folder = files.open_folder(path)
         try:
+            if files.mode(folder) & 0o022:
+                raise StoreError(f"others may write to the store in {path}, and so change it: chmod 700 {path}")
             lock = _open_lock(files, folder)
         except BaseException:
             files.close(folder)

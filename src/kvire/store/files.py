@@ -58,6 +58,10 @@ class Files:
         except FileNotFoundError:
             return None
 
+    def mode(self, fd: int) -> int:
+        """Who may do what with an open file or folder: permission bits."""
+        return stat.S_IMODE(os.fstat(fd).st_mode)
+
     def length(self, fd: int) -> int:
         """Length of an open file."""
         return os.fstat(fd).st_size

@@ -8,17 +8,20 @@ bucket does.
 """
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import obstore
 from obstore.exceptions import BaseError
-from obstore.store import ObjectStore
+from obstore.store import LocalStore, ObjectStore
 
 from kvire.core.errors import BlockMissing, FrameDamaged, TierUnavailable
 from kvire.store.deadline import Deadline
+from kvire.store.files import FILE_MODE, FOLDER_MODE
 from kvire.store.remote_backend import BATCH, BLOCKS, HEAD_BYTES, PINS, STAMP_BYTES, Stored, Value, stamped
 from kvire.store.tier import Buffer
 
@@ -183,6 +186,32 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
         task.cancel()
     loop.run_until_complete(asyncio.wait(tasks) if tasks else asyncio.sleep(0))
     loop.close()
+
+
+class FolderBackend(ObjectBackend):
+    """Objects as files of a folder that others share the disk of: readable and writable by their owner only.
+
+    The store itself makes them as the umask says; so the folder above all of them is closed before anything lies there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._top = folder / BLOCKS.partition("/")[0]
+        self._make_folders()
+        if self._top.stat().st_uid == os.geteuid():  # else its owner says who may share it
+            self._top.chmod(FOLDER_MODE)
+        super().__init__(LocalStore(folder, mkdir=True))
+
+    async def _put(self, name: str, value: bytes) -> None:
+        self._make_folders()  # should somebody have removed them
+        await super()._put(name, value)
+        path = self._folder / name
+        path.chmod(FILE_MODE)
+        path.parent.chmod(FOLDER_MODE)
+
+    def _make_folders(self) -> None:
+        self._folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        self._top.mkdir(mode=FOLDER_MODE, exist_ok=True)
 
 
 async def _parallel(work: Callable[[str], Awaitable[T]], names: Sequence[str]) -> list[T]:

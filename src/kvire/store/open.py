@@ -1,5 +1,6 @@
 """From a StoreConfig to an open TieredStore."""
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,12 +14,14 @@ from kvire.core.memory import format_size
 from kvire.store.disk import DiskTier
 from kvire.store.keyring import Keyring
 from kvire.store.memory import MemoryTier
-from kvire.store.place import default_disk_bytes
+from kvire.store.place import default_disk_bytes, network_file_system
 from kvire.store.remote import open_remote
 from kvire.store.sessions import block_bytes
 from kvire.store.tier import Tier
 from kvire.store.tiered import TieredStore
 from kvire.store.write_behind import DEFAULT_BUFFER_BYTES
+
+log = logging.getLogger(__name__)
 
 # About what an object store gives one machine: slow enough for byte planes to pay (docs/adr/0012). Redis is faster.
 OBJECT_STORE_BYTES_PER_S = 100e6
@@ -50,6 +53,13 @@ def open_store(
             )
             opened.callback(disk.close)
             disk.open()
+            if (kind := network_file_system(config.path)) is not None:
+                log.warning(
+                    "the store in %s lies on %s: only one machine may use it. A local folder is faster, and --remote "
+                    "is for sharing",
+                    config.path,
+                    kind,
+                )
             tiers.append((disk, sealed))
         for url in config.remote:
             packs = url.startswith(OBJECT_STORES)

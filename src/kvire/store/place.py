@@ -10,11 +10,46 @@ from kvire.core.cache_folder import cache_folder
 DISK_SHARE = 0.1
 DISK_BYTES = 20 * 10**9
 LEAST_DISK_BYTES = 64 << 20
+NETWORK_KINDS = frozenset(
+    [
+        "9p",
+        "afs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "fuse.glusterfs",
+        "fuse.sshfs",
+        "gpfs",
+        "lustre",
+        "nfs",
+        "nfs4",
+        "smb3",
+        "virtiofs",
+    ]
+)
 
 
 def default_store() -> Path:
     """$KVIRE_STORE, else a folder in the cache folder."""
     return Path(os.environ.get("KVIRE_STORE") or cache_folder() / "store").expanduser()
+
+
+def network_file_system(path: Path, mounts: str | None = None) -> str | None:
+    """The kind of file system that a folder lies on, if other machines may see it (nfs, virtiofs, ...).
+
+    mounts: text of /proc/self/mountinfo; read if None. None for a local one, and where that cannot be told.
+    """
+    try:
+        device = path.stat().st_dev
+        text = Path("/proc/self/mountinfo").read_text() if mounts is None else mounts
+    except OSError:
+        return None
+    for line in text.splitlines():
+        mount, _, source = line.partition(" - ")
+        fields, kind = mount.split(), source.partition(" ")[0]
+        if len(fields) > 2 and fields[2] == f"{os.major(device)}:{os.minor(device)}" and kind in NETWORK_KINDS:
+            return kind
+    return None
 
 
 def default_disk_bytes(path: Path) -> int:

@@ -113,9 +113,9 @@ def _tls(name: str, options: Mapping[str, str]) -> ssl.SSLContext:
 
 def _objects(parts: SplitResult, name: str, options: dict[str, str]) -> Backend:
     try:
-        from obstore.store import LocalStore, MemoryStore, from_url  # noqa: PLC0415 - optional
+        from obstore.store import MemoryStore, from_url  # noqa: PLC0415 - optional
 
-        from kvire.store.object_tier import ObjectBackend  # noqa: PLC0415 - needs it
+        from kvire.store.object_tier import FolderBackend, ObjectBackend  # noqa: PLC0415 - needs it
     except ImportError:
         raise ConfigError(f"{name} needs the package obstore: pip install 'kvire[s3]'") from None
     if parts.scheme in {"file", "memory"} and (options or parts.netloc):
@@ -123,12 +123,10 @@ def _objects(parts: SplitResult, name: str, options: dict[str, str]) -> Backend:
     if parts.scheme == "memory":
         return ObjectBackend(MemoryStore())
     if parts.scheme == "file":
-        folder = Path(unquote(parts.path))
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return FolderBackend(Path(unquote(parts.path)))
         except OSError as error:
             raise ConfigError(f"{name}: this is no folder that can be used: {error}") from error
-        return ObjectBackend(LocalStore(folder, mkdir=True))
     open_store: Any = from_url  # its types have a form for each kind of store; which one this is only the URL says
     # every failure comes back at once: whether to try again is the circuit breaker's business
     client = {"connect_timeout": "10s", "timeout": "60s", "allow_http": options.get("endpoint", "").startswith("http:")}

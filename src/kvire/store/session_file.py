@@ -33,7 +33,9 @@ SALT_BYTES = 32
 HEADER_BYTES = len(MAGIC) + 2 + SALT_BYTES
 TITLE = "kvire session"
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-# The salt is random for every file that is written, so every key seals one message and the nonce need not differ.
+# The salt differs for every content, and for every file that is written, so every key seals one message and the nonce
+# need not differ. It is random and depends on the content, too: a machine that is restored from a snapshot, twice, may
+# draw the same random bytes again.
 NONCE = bytes(12)
 CHECKSUM_BYTES = 32
 
@@ -107,7 +109,7 @@ def pack(session: Session, key: TenantKey) -> bytes:
     lines += _checksum(file, lines)
     if key.secret is None:
         return lines
-    salt = os.urandom(SALT_BYTES)
+    salt = hmac.new(key.secret, os.urandom(SALT_BYTES) + file.encode() + lines, sha256).digest()
     header = MAGIC + VERSION.to_bytes(2, "little") + salt
     return header + _cipher(key.secret, salt).encrypt(NONCE, lines, header + file.encode())
 

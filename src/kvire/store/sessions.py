@@ -193,6 +193,7 @@ class Sessions:
             with suppress(FileExistsError):
                 if make:
                     os.mkdir(FOLDER, 0o700, dir_fd=store)
+                    _sync_way_to(self.store)
             with _opened_folder(FOLDER, store) as root:
                 _lock(root)
                 yield root
@@ -207,6 +208,13 @@ def _opened_folder(path: Path | str, within: int | None = None) -> Iterator[int]
         yield folder
     finally:
         os.close(folder)
+
+
+def _sync_way_to(store: Path) -> None:
+    """The first session: folders above it may have been made a moment ago, and must outlive a loss of power, too."""
+    for folder in (store, *store.absolute().parents):
+        with suppress(PermissionError), _opened_folder(folder) as opened:
+            os.fsync(opened)
 
 
 def _lock(folder: int) -> None:
