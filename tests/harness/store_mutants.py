@@ -470,3 +470,8 @@ class _RandomOnly:
     @staticmethod
     def new(secret, message, digest):
         return hmac.new(secret, message[:32] if message[:32] == bytes(32) else message, digest)
+
+
+def namespaces_without_bounds(patch: pytest.MonkeyPatch) -> None:
+    """Whatever a client makes up is remembered."""
+    patch.setattr("kvire.store.explain.REMEMBERED_NAMESPACES", 1 << 60)

@@ -6,7 +6,7 @@ from store.stores import MIB, BentTier, blocks, load_all, open_store, save_all
 
 from kvire.core.record import BlockRecord
 from kvire.store.disk import DiskTier
-from kvire.store.explain import Explanation, MissQuery, StoreMiss
+from kvire.store.explain import REMEMBERED_NAMESPACES, Explanation, MissQuery, StoreMiss
 from kvire.store.memory import MemoryTier
 from kvire.store.ticket import FailureReason
 from kvire.store.tiered import TieredStore
@@ -66,6 +66,14 @@ def test_the_closest_of_several_namespaces_is_named(store):
     mine = prompt(store)[0]
     store.note_namespace(mine.root, {"weights": "w", "spec": "s"})
     assert why(store, mine).fields == ("weights",)
+
+
+def test_only_the_last_namespaces_are_remembered(store):
+    """Each cache_salt that a client makes up is one."""
+    roots = [prompt(store, numerics=str(number))[0].root for number in range(REMEMBERED_NAMESPACES + 2)]
+    for root in [*roots[:-1], roots[0], roots[-1]]:
+        store._explainer.note_namespace(root, {"numerics": "a"})
+    assert [*store._explainer._namespaces] == [*roots[3:-1], roots[0], roots[-1]][-REMEMBERED_NAMESPACES:]
 
 
 def test_what_is_noted_is_known_after_a_restart(tmp_path):

@@ -88,6 +88,13 @@ class Log:
     text = "failed as no tier may"
 
 
+def namespaces_are_bounded() -> None:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        path = Path(folder)
+        with test_explain.open_store(path, DiskTier(path / "disk", 64 * MIB)) as store:
+            test_explain.test_only_the_last_namespaces_are_remembered(store)
+
+
 CASES: Cases = [
     (claim(test_tiered.test_a_block_is_nobodys_before_all_of_it_is_there_and_verified),
      [broken.published_before_the_load_ends]),
@@ -164,6 +171,7 @@ CASES: Cases = [
      [broken.new_folders_are_not_synced]),
     (claim(test_session_file.test_the_same_random_bytes_seal_no_two_contents_alike),
      [broken.session_salts_are_random_only]),
+    (namespaces_are_bounded, [broken.namespaces_without_bounds]),
     (evictions_are_told_from_what_was_never_there, [broken.misses_are_never_evictions]),
 ]  # fmt: skip
 

@@ -21,6 +21,7 @@ from kvire.store.tier import Buffer
 COMPARED_CONTENTS = 64  # blocks may be so many times larger under another namespace
 COMPARED_CHILDREN = 16  # of a parent, the newest ones: the likeliest relatives of what is asked now
 REMEMBERED_IDS = 1 << 16  # stored once, to tell "evicted" from "never stored"
+REMEMBERED_NAMESPACES = 1024  # clients' cache_salts make as many as they like; the tiers keep the last few for longer
 QUEUED_QUERIES = 256
 HEAD_BYTES = prefix_bytes(1024)  # of a frame: up to the end of its token ids, in the largest blocks there are
 HIDDEN_FIELDS = frozenset({"salt"})  # of a namespace: whose it is, not what it is
@@ -133,7 +134,7 @@ class Explainer:
         self._lock = threading.Lock()
         self._stored: OrderedDict[BlockId, str] = OrderedDict()  # to the tenant
         self._damaged: OrderedDict[BlockId, str] = OrderedDict()
-        self._namespaces: dict[BlockKey, Mapping[str, str]] = {}
+        self._namespaces: OrderedDict[BlockKey, Mapping[str, str]] = OrderedDict()
         self._questions: queue.Queue[tuple[MissQuery, StoreMiss | None, Answer] | None] = queue.Queue(QUEUED_QUERIES)
         self._thread: threading.Thread | None = None
 
@@ -177,6 +178,9 @@ class Explainer:
         shown = {name: value for name, value in fields.items() if name not in HIDDEN_FIELDS}
         with self._lock:
             self._namespaces[root] = shown
+            self._namespaces.move_to_end(root)
+            if len(self._namespaces) > REMEMBERED_NAMESPACES:
+                self._namespaces.popitem(last=False)
         return shown
 
     def forget(self, tenant: str | None) -> None:

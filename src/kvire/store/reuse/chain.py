@@ -22,7 +22,7 @@ from kvire.store.explain import COMPARED_CONTENTS, MissQuery
 
 # cache_salt is chosen by clients, and a fresh one with each request must not take memory for ever.
 MOST_IDENTITIES = 1024
-MOST_NOTED_SALTS = 64  # whose namespaces the tiers are told of, beside those of tenants as a whole
+MOST_NOTED_SALTS = 16  # of whose namespaces the tiers are told: half of what a disk tier keeps is for whole tenants
 
 log = logging.getLogger(__name__)
 
