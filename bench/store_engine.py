@@ -109,7 +109,7 @@ def restarts(folder: Path, rounds: int, samples: dict[str, list[float]]) -> None
         for kind, llm in engines.items():
             found[f"cold, {kind}"], _ = ttft(llm, ids)
             found[f"pool, {kind}"], warm = ttft(llm, ids)
-            llm.engine.link.store.flush(30)
+            llm.engine.reuse.flush(30)
             for state in ("page cache", "cold disk"):
                 llm.clear_cache()
                 if state == "cold disk":

@@ -82,7 +82,7 @@ def s21_hash_seeds_of_other_processes() -> None:
     with folder() as path:
         with store_over(disk, path) as store:
             keep(store, prompt)
-            root = engine_over(store).identity("")[1]
+            root = engine_over(store).reuse.name().root
         found = set()
         for seed in ("0", "1", "12345"):
             environment = {"PYTHONHASHSEED": seed, "PATH": "/usr/bin:/bin"}

@@ -176,10 +176,10 @@ def test_a_block_computed_while_a_remote_tier_reads_it_goes_back_once_that_has_c
         engine.submit(one := request(prompt))
         engine.poll()
         engine.scheduler.admit()
-        load = engine.scheduler.running[0].load
+        load = engine.scheduler.running[0].reuse.load
         until(lambda: set(load.ticket.states()) == {LoadState.READING})
         until(lambda: engine.step() or engine.scheduler.running[0].num_computed >= 2 * B)
-        assert engine.scheduler.running[0].load is load and engine.scheduler.prefetcher.draining
+        assert engine.scheduler.running[0].reuse.load is load and engine.scheduler.prefetcher.draining
         tier.gate.set()
         assert load.ticket.wait(PATIENCE_S)
         answer = finish(engine, one)

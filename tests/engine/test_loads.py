@@ -9,6 +9,7 @@ from harness.loads import (
     BLOCK_BYTES,
     HASTY_S,
     PATIENT_S,
+    ask_as,
     at_rest,
     engine_over,
     finish,
@@ -16,16 +17,39 @@ from harness.loads import (
     keep,
     say_how_fast,
 )
+from harness.stored import say_what_prefill_costs
 from harness.waiting import PATIENCE_S, until
 from store.stores import BentTier, open_store
 
 from kvire.core.report import MissReason
+from kvire.store.reuse.planner import TRY_AFTER
 from kvire.store.ticket import LoadState
 from kvire.store.tier import TierKind
 
 B = BLOCK
 BLOCKS = 10
 PROMPT = words(1, BLOCKS * B + 3)
+
+
+def test_never_slower_than_no_cache(tmp_path: Path) -> None:
+    """A tier is used where loading is sooner than computing, left alone where it is not, and tried again then."""
+    prompts = [words(seed, 4 * B + 3) for seed in range(TRY_AFTER + 1)]
+    with open_store(tmp_path, BentTier()) as store:
+        keep(store, *prompts)
+        engine = engine_over(store, token_s=HASTY_S)
+        loads, load = [], engine.reuse.load
+        engine.reuse.load = lambda *arguments: loads.append(1) or load(*arguments)
+        say_how_fast(store, BLOCK_BYTES / (100 * B * HASTY_S))
+        for number, prompt in enumerate(prompts[:TRY_AFTER], 1):
+            answer = ask_as(engine, prompt, max_tokens=1)
+            assert answer.token_ids == oracle(prompt, max_tokens=1).token_ids
+            if number < TRY_AFTER:
+                report = answer.cache
+                assert (report.miss, report.miss_token, report.reused_tokens) == (MissReason.SLOWER, 0, 0)
+            assert len(loads) == (number == TRY_AFTER), "a hundred times as slow as computing"
+        say_how_fast(store, 1e3 * BLOCK_BYTES / (B * HASTY_S))
+        say_what_prefill_costs(engine, PATIENT_S)
+        assert ask_as(engine, prompts[-1], max_tokens=1).cache.disk_tokens == 4 * B, "a thousand times faster"
 
 
 @pytest.mark.parametrize("kind", [TierKind.DISK, TierKind.REMOTE])
@@ -38,7 +62,7 @@ def test_computing_from_the_front_meets_loading_from_the_back(tmp_path: Path, ki
         engine = engine_over(store)
         engine.submit(one := request(prompt))
         until(lambda: engine.step() or any(seq.num_computed for seq in engine.scheduler.running))
-        (load,) = [seq.load for seq in engine.scheduler.running]
+        (load,) = [seq.reuse.load for seq in engine.scheduler.running]
         assert load is not None
         tier.slow_s = 0.002
         tier.gate.set()
@@ -67,7 +91,7 @@ def test_what_is_computed_is_not_read(tmp_path: Path) -> None:
         computed = seq.num_computed // B
         assert 0 < computed < 40, "it did not wait for the last block, which cannot be read yet"
         tier.gate.set()
-        assert seq.load.ticket.wait(PATIENCE_S)
+        assert seq.reuse.load.ticket.wait(PATIENCE_S)
         assert sorted(tier.log) == sorted(ids_of(engine, prompt)[computed:])
         assert finish(engine, one).token_ids == oracle(prompt).token_ids
 
@@ -182,9 +206,11 @@ def test_a_block_begun_by_a_copy_is_finished_and_not_read(tmp_path: Path) -> Non
         begun = request([*PROMPT[: 3 * B + 5], 7], max_tokens=1)
         drive(engine, [begun])
         tier.log.clear()
+        copy_block, read_before = engine.scheduler.copy_block, []
+        engine.scheduler.copy_block = lambda *copy: read_before.append(list(tier.log)) or copy_block(*copy)
         engine.submit(one := request(PROMPT))
         engine.step()
-        assert not engine.scheduler.copies, "a load may write into what was to be copied"
+        assert read_before == [[]], "a load may write into what was to be copied"
         answer = finish(engine, one)
         assert answer.token_ids == oracle(PROMPT).token_ids
         report = answer.cache

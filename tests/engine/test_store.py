@@ -17,7 +17,7 @@ from store.test_keyring import without_locks
 
 from kvire.core.report import MissReason
 from kvire.engine.engine import Engine
-from kvire.engine.scheduler import MAX_PREPARED
+from kvire.engine.prefetch import MAX_PREPARED
 from kvire.store.disk import DiskTier
 
 B = BLOCK
@@ -168,7 +168,7 @@ def test_blocks_are_loaded_while_their_request_waits_for_a_seat(tmp_path: Path) 
         for _ in range(300):
             assert {output.request_id for output in engine.step()} == {long.request_id}, "there is one seat"
             prepared = engine.scheduler.running[1:]
-            assert all(seq.load is None or seq.load.ticket.wait(PATIENCE_S) for seq in prepared)
+            assert all(seq.reuse.load is None or seq.reuse.load.ticket.wait(PATIENCE_S) for seq in prepared)
             if [seq.num_computed for seq in prepared] == [4 * B] * MAX_PREPARED:
                 break
         else:
@@ -189,7 +189,7 @@ def preempted_once(engine: Engine, prompt: list[int]):
     for _ in range(6):
         outputs = engine.step()
     assert outputs, "it is decoding"
-    assert engine.link.store.flush(10)
+    assert engine.reuse.flush(10)
     (victim,) = engine.scheduler.running
     before = list(victim.token_ids[victim.num_prompt :])
     engine.scheduler.preempt(victim)
@@ -302,7 +302,7 @@ def test_a_damaged_index_ends_no_engine_and_is_made_again(tmp_path: Path, *, in_
 def test_a_tenants_blocks_are_not_known_by_its_name(tmp_path: Path) -> None:
     """The salt is random: who knows model, prompt and name cannot compute a key."""
     with store_over(disk, tmp_path / "one") as one, store_over(disk, tmp_path / "other") as other:
-        (mine, theirs) = (engine_over(store).identity("name", "salt") for store in (one, other))
+        (mine, theirs) = (engine_over(store).reuse.name("name", "salt") for store in (one, other))
         assert mine != theirs
         plain = engine_over(one)
-        assert replace(plain.namespace, salt="name").root != plain.identity("name")[1]
+        assert replace(plain.namespace, salt="name").root != plain.reuse.name("name").root

@@ -110,7 +110,7 @@ def test_a_load_that_fails_is_computed_from_the_start(tmp_path: Path, family: st
 
         tier.bend = bend
         if trouble == "damaged":  # everything else is there when the engine looks
-            loads = lambda running: [seq.load for seq in running if seq.load]
+            loads = lambda running: [seq.reuse.load for seq in running if seq.reuse.load]
             engine.scheduler.prefetcher.nap = lambda running: [load.ticket.wait(PATIENCE_S) for load in loads(running)]
         if trouble == "slow":
             engine.submit(one := request(PROMPT, logprobs=0))

@@ -250,7 +250,7 @@ def judge(episode: Episode) -> Tally:
         prompt_tokens=stats.prompt_tokens,
         reused_tokens=stats.device_tokens + stats.memory_tokens + stats.disk_tokens + stats.remote_tokens,
         loaded_tokens=stats.memory_tokens + stats.disk_tokens + stats.remote_tokens,
-        met_loads=episode.engine.scheduler.prefetcher.met if episode.engine.scheduler.prefetcher else 0,
+        met_loads=episode.engine.scheduler.prefetcher.met,
         evictions=episode.engine.pool.stats.evictions,
         preemptions=episode.engine.scheduler.preemptions,
         copies_on_write=episode.engine.pool.stats.copies_on_write,

@@ -188,11 +188,10 @@ def drive(
 
 def settle(engine: Engine) -> None:
     """Wait until no read writes into the pool any more."""
-    prefetcher = engine.scheduler.prefetcher
 
     def is_quiet() -> bool:
         engine.poll()
-        return prefetcher is None or not prefetcher.draining
+        return not engine.scheduler.prefetcher.draining
 
     waiting.until(is_quiet)
 

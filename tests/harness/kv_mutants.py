@@ -42,7 +42,7 @@ def wrong_slot_after_a_hit(patch: pytest.MonkeyPatch) -> None:
 
     def alter(chunks, batch):
         for chunk, start in zip(chunks, batch.cu_seqlens, strict=False):
-            if chunk.seq.num_computed == chunk.seq.device_tokens > 0:
+            if chunk.seq.num_computed == chunk.seq.reuse.device_tokens > 0:
                 for slots in batch.slots:
                     slots[start] += 1
         return batch
@@ -71,8 +71,8 @@ def published_one_token_early(patch: pytest.MonkeyPatch) -> None:
         advance(self, chunk)
         seq, size = chunk.seq, self.pool.block_size
         index = seq.num_computed // size
-        if self.prefix_cache and seq.num_computed % size == size - 1 and len(seq.full_block_keys()) > index:
-            self._publish(seq, index, seq.keys[index], seq.block_tokens(index))
+        if self.prefix_cache and seq.num_computed % size == size - 1 and len(seq.chain.extend()) > index:
+            self._publish(seq, index, seq.chain.keys[index], seq.chain.tokens(index))
             seq.num_published = index + 1
 
     patch.setattr(Scheduler, "advance", broken)
@@ -86,7 +86,7 @@ def stale_blocks_after_abort(patch: pytest.MonkeyPatch) -> None:
         for seq in self._sequences.get(request_id, ()):
             if seq.lease is not None and self.config.prefix_cache:
                 for index in range(seq.num_published, seq.num_prompt // self.pool.block_size):
-                    self.scheduler._publish(seq, index, seq.full_block_keys()[index], seq.block_tokens(index))
+                    self.scheduler._publish(seq, index, seq.chain.extend()[index], seq.chain.tokens(index))
                     seq.num_published = index + 1
         abort(self, request_id)
 
@@ -132,15 +132,16 @@ def copy_leaves_a_layer_stale(patch: pytest.MonkeyPatch) -> None:
 
 def copies_after_the_step(patch: pytest.MonkeyPatch) -> None:
     """Blocks are copied once the step has written into the copy."""
-    run = Engine.run
+    run, copies = Engine.run, []
 
     def broken(self, chunks):
-        copies, self.scheduler.copies[:] = list(self.scheduler.copies), []
         logits = run(self, chunks)
         for copy in copies:
             self.paged.copy_block(*copy)
+        copies.clear()
         return logits
 
+    patch.setattr(Scheduler, "_copy", lambda self, more: copies.extend(more))
     patch.setattr(Engine, "run", broken)
 
 
@@ -149,10 +150,9 @@ def partial_copy_forgotten(patch: pytest.MonkeyPatch) -> None:
     start = Scheduler._start
 
     def broken(self, seq, *rest, **options):
-        before = len(self.copies)
-        started = start(self, seq, *rest, **options)
-        del self.copies[before:]
-        return started
+        with pytest.MonkeyPatch.context() as meanwhile:
+            meanwhile.setattr(self, "_copy", lambda copies: None)
+            return start(self, seq, *rest, **options)
 
     patch.setattr(Scheduler, "_start", broken)
 
@@ -189,7 +189,7 @@ def tail_holds_a_token_too_many(patch: pytest.MonkeyPatch) -> None:
         index = seq.num_computed // self.pool.block_size
         tail = seq.token_ids[index * self.pool.block_size : seq.num_computed + 1]
         if remember and self.prefix_cache and self.partial_hits and 1 < len(tail) < self.pool.block_size:
-            self._publish(seq, index, block_key(seq.parent_of(index), tail), tail)
+            self._publish(seq, index, block_key(seq.chain.parent(index), tail), tail)
         release(self, seq, remember=False)
 
     patch.setattr(Scheduler, "_release", broken)

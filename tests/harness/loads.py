@@ -49,7 +49,7 @@ def keep(store: TieredStore, *prompts: Sequence[int], **options) -> list[Answer]
 
 def ids_of(engine: Engine, prompt: Sequence[int], tenant: str = "", group: int = 0) -> list[BlockId]:
     """Of the full blocks of a prompt."""
-    _, root = engine.identity(tenant)
+    root = engine.reuse.name(tenant).root
     return [BlockId(key, group) for key in block_keys(root, list(prompt), BLOCK)]
 
 
@@ -60,7 +60,7 @@ def explained(engine: Engine, prompt: Sequence[int], **who) -> Answer:
     def patiently():
         outputs = step()
         for seq in engine.scheduler.running:
-            assert seq.explanation is None or seq.explanation.wait(PATIENCE_S) is not None
+            assert seq.reuse.answer is None or seq.reuse.answer.wait(PATIENCE_S) is not None
         return outputs
 
     engine.step = patiently
@@ -114,9 +114,7 @@ def flip_bytes_on_disk(folder: Path, every: int = 1000) -> None:
 
 def say_its_namespace_is(engine: Engine, **changed: str) -> Engine:
     """As if the engine were built otherwise: another kind of numerics, another adapter, ..."""
-    engine.namespace = replace(engine.namespace, **changed)
-    if engine.link is not None:
-        engine.link.namespace = engine.namespace
+    engine.namespace = engine.reuse.names.namespace = replace(engine.namespace, **changed)
     return engine
 
 

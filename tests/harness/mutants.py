@@ -16,13 +16,14 @@ from kvire.engine.detokenizer import Detokenizer
 from kvire.engine.engine import Engine
 from kvire.engine.scheduler import Scheduler
 from kvire.engine.sequence import Sequence
+from kvire.store.reuse.why import Miss
 
 
 def whole_prompt_counts_as_hit(patch: pytest.MonkeyPatch) -> None:
     """Reuse may cover every prompt token, leaving nothing to compute."""
 
     def reusable(self, seq):
-        return seq.full_block_keys() if self.prefix_cache else []
+        return seq.chain.extend() if self.prefix_cache else []
 
     patch.setattr(Scheduler, "_reusable_keys", reusable)
 
@@ -31,7 +32,7 @@ def last_block_never_reused(patch: pytest.MonkeyPatch) -> None:
     """A prompt at a block multiple loses one more block of reuse than it must."""
 
     def reusable(self, seq):
-        return seq.full_block_keys()[: max(0, (seq.num_tokens - 1) // self.pool.block_size - 1)]
+        return seq.chain.extend()[: max(0, (seq.num_tokens - 1) // self.pool.block_size - 1)]
 
     patch.setattr(Scheduler, "_reusable_keys", reusable)
 
@@ -55,8 +56,8 @@ def published_when_allocated(patch: pytest.MonkeyPatch) -> None:
         if not start(self, seq, *rest, **options):
             return False
         for index in range(seq.num_published, seq.num_tokens // self.pool.block_size):
-            key = seq.full_block_keys()[index]
-            self.pool.publish(seq.lease, index, key, seq.parent_of(index), seq.root, seq.block_tokens(index))
+            key = seq.chain.extend()[index]
+            self.pool.publish(seq.lease, index, key, seq.chain.parent(index), seq.chain.root, seq.chain.tokens(index))
             self._computing.pop(key, None)
         return True
 
@@ -180,7 +181,7 @@ def prompt_logprobs_from_cache(patch: pytest.MonkeyPatch) -> None:
     """Prompt logprobs are asked for, and reuse goes on all the same."""
 
     def reusable(self, seq):
-        return seq.full_block_keys()[: (seq.num_tokens - 1) // self.pool.block_size]
+        return seq.chain.extend()[: (seq.num_tokens - 1) // self.pool.block_size]
 
     patch.setattr(Scheduler, "_reusable_keys", reusable)
 
@@ -191,7 +192,7 @@ def cached_tokens_per_sample(patch: pytest.MonkeyPatch) -> None:
 
     def broken(self, source, sample):
         fork(self, source, sample)
-        source.device_tokens = sample.device_tokens = sample.num_prompt - 1
+        source.reuse.device_tokens = sample.reuse.device_tokens = sample.num_prompt - 1
 
     patch.setattr(Scheduler, "fork", broken)
 
@@ -253,8 +254,8 @@ def misses_all_alike(patch: pytest.MonkeyPatch) -> None:
     """Shared prefixes too short for a block look like no shared prefix at all."""
 
     def broken(self, seq, reusable, hit, computed):
-        seq.device_tokens = computed
-        seq.miss = MissReason.NEVER_STORED
+        seq.reuse.device_tokens = computed
+        seq.reuse.miss = Miss(MissReason.NEVER_STORED)
 
     patch.setattr(Scheduler, "_explain", broken)
 
@@ -267,7 +268,7 @@ def position_off_by_one(patch: pytest.MonkeyPatch) -> None:
         batch = build(chunks, block_size)
         start = 0
         for chunk in chunks:
-            if chunk.seq.device_tokens:
+            if chunk.seq.reuse.device_tokens:
                 batch.positions[start : start + chunk.count] -= 1
             start += chunk.count
         return batch
@@ -293,7 +294,7 @@ def sequence_reports_nothing_reused(patch: pytest.MonkeyPatch) -> None:
     report = Sequence.report.fget
 
     def broken(self):
-        self.device_tokens = 0
+        self.reuse.device_tokens = 0
         return report(self)
 
     patch.setattr(Sequence, "report", property(broken))

@@ -9,24 +9,24 @@ import pytest
 import torch
 import transformers
 
-from kvire.cache.grouped import GroupedPool
-from kvire.cache.window_pool import WindowPool
 from kvire.core import keys
 from kvire.core.keys import Namespace
 from kvire.core.report import MissReason
 from kvire.engine import build as build_module
 from kvire.engine import prefetch as prefetch_module
 from kvire.engine import scheduler as scheduler_module
-from kvire.engine import store_link as link_module
 from kvire.engine.engine import Engine
-from kvire.engine.loading import EVERYTHING, Load
 from kvire.engine.prefetch import Prefetcher
 from kvire.engine.scheduler import Scheduler
-from kvire.engine.sequence import Sequence
-from kvire.engine.store_link import StoreLink
 from kvire.models import fingerprint, loader
 from kvire.plan.cost import Way
 from kvire.store.level import Level
+from kvire.store.reuse import look as look_module
+from kvire.store.reuse import planner as planner_module
+from kvire.store.reuse.chain import Names
+from kvire.store.reuse.load import Load
+from kvire.store.reuse.planner import Reuse
+from kvire.store.reuse.reused import Reused
 from kvire.store.ticket import LoadState
 from kvire.store.tier import TierKind
 from kvire.store.tiered import TieredStore
@@ -84,21 +84,29 @@ def memory_given_back_before_a_copy(patch: pytest.MonkeyPatch) -> None:
 
 def copies_wait_for_the_next_step(patch: pytest.MonkeyPatch) -> None:
     """Loads begin while blocks are still to be copied."""
-    patch.setattr(StoreLink, "copy", lambda self, copies: None)
+    run, copies = Engine.run, []
+
+    def broken(self, chunks):
+        for copy in copies:
+            self.paged.copy_block(*copy)
+        copies.clear()
+        return run(self, chunks)
+
+    patch.setattr(Scheduler, "_copy", lambda self, more: copies.extend(more))
+    patch.setattr(Engine, "run", broken)
 
 
 def memory_is_given_back_at_the_next_request(patch: pytest.MonkeyPatch) -> None:
     """An engine without requests does not look whether reads have ended."""
-    waits = lambda self: bool(self.scheduler.running or self.scheduler.waiting or not self.inbox.empty())
-    patch.setattr(Engine, "has_work", property(waits))
+    patch.setattr(Scheduler, "has_work", property(lambda self: bool(self.running or self.waiting)))
     patch.setattr(prefetch_module, "QUIET_S", 0.0)
 
 
 def dead_reads_are_waited_for(patch: pytest.MonkeyPatch) -> None:
     """As long as something may come, nothing is computed."""
 
-    def broken(self, front_tokens, block_size, prefill):
-        return 0 if self._missing(self.ticket.states(), front_tokens // block_size) else EVERYTHING
+    def broken(self, front_tokens, block_size, prefill, most_tokens):
+        return 0 if self._missing(self.ticket.states(), front_tokens // block_size) else most_tokens
 
     patch.setattr(Load, "chunk_tokens", broken)
 
@@ -110,8 +118,8 @@ def salt_dropped(patch: pytest.MonkeyPatch) -> None:
 
 def cache_salt_dropped(patch: pytest.MonkeyPatch) -> None:
     """What separates requests within a tenant is lost on the way to the store."""
-    identity = StoreLink.identity
-    patch.setattr(StoreLink, "identity", lambda self, tenant, cache_salt: identity(self, tenant, ""))
+    of = Names.of
+    patch.setattr(Names, "of", lambda self, tenant="", cache_salt="": of(self, tenant))
 
 
 def weights_are_known_by_name(patch: pytest.MonkeyPatch) -> None:
@@ -149,13 +157,12 @@ def rotary_is_inert(patch: pytest.MonkeyPatch) -> None:
 
 def forgotten_salts_are_remembered(patch: pytest.MonkeyPatch) -> None:
     """A tenant's identity is looked up once."""
-    identity = StoreLink.identity
+    of = Names.of
 
-    def broken(self, tenant, cache_salt):
-        known = self._roots.get((tenant, cache_salt))
-        return known or identity(self, tenant, cache_salt)
+    def broken(self, tenant="", cache_salt=""):
+        return self._known.get((tenant, cache_salt)) or of(self, tenant, cache_salt)
 
-    patch.setattr(StoreLink, "identity", broken)
+    patch.setattr(Names, "of", broken)
 
 
 def saved_before_it_is_computed(patch: pytest.MonkeyPatch) -> None:
@@ -164,27 +171,28 @@ def saved_before_it_is_computed(patch: pytest.MonkeyPatch) -> None:
 
     def broken(self, seq, *rest, **options):
         started = start(self, seq, *rest, **options)
-        if started and self.prefetcher:
-            seq.full_block_keys()
+        if started:
+            keys = seq.chain.extend()
             held = min(len(lease) for lease in seq.lease.leases)
-            self.prefetcher.link.save(seq, seq.lease, range(seq.num_published, min(len(seq.keys), held)))
+            self.prefetcher.save(seq, range(seq.num_published, min(len(keys), held)))
         return started
 
     patch.setattr(Scheduler, "_start", broken)
 
 
 def _with_memory(patch: pytest.MonkeyPatch, name: str, moved) -> None:
-    """In the link's method `name`, the memory of a block is that of moved(self, lease, index, group)."""
-    method, memory = getattr(StoreLink, name), StoreLink._memory
+    """In the prefetcher's method `name`, the memory of a block is that of moved(lease, index, group)."""
+    method, memory_of = getattr(Prefetcher, name), Prefetcher._memory_of
 
-    def broken(self, *arguments):
-        self._memory = lambda lease, index, group: memory(self, lease, *moved(lease, index, group))
+    def broken(self, seq, *arguments):
+        memory = memory_of(self, seq)
+        self._memory_of = lambda seq: lambda index, group: memory(*moved(seq.lease, index, group))
         try:
-            return method(self, *arguments)
+            return method(self, seq, *arguments)
         finally:
-            del self._memory
+            del self._memory_of
 
-    patch.setattr(StoreLink, name, broken)
+    patch.setattr(Prefetcher, name, broken)
 
 
 def neighbour_saved(patch: pytest.MonkeyPatch) -> None:
@@ -209,11 +217,11 @@ def stored_blocks_grow(patch: pytest.MonkeyPatch) -> None:
 
     def broken(self, chunk):
         advance(self, chunk)
-        seq, link = chunk.seq, self.prefetcher.link
+        seq, reuse = chunk.seq, self.prefetcher.reuse
         if seq.num_published and len(seq.lease.leases[0]) > seq.num_published:
             index = seq.num_published - 1
-            record = link._record(seq, index, 0, seq.block_contents(index + 1)[index])
-            link.store.save(record, link._memory(seq.lease, index + 1, 0))
+            memory = self.prefetcher._memory_of(seq)
+            reuse.save(seq.chain, [index], lambda index, group: memory(index + 1, group))
 
     patch.setattr(Scheduler, "advance", broken)
     patch.setattr(Level, "needs", lambda self, ids: [True] * len(ids))
@@ -248,12 +256,12 @@ def groups_mixed_up(patch: pytest.MonkeyPatch) -> None:
 
 def window_loaded_one_block_short(patch: pytest.MonkeyPatch) -> None:
     """The first block that a window touches is not loaded."""
-    first_needed = GroupedPool.first_needed
+    first_needed = look_module.first_needed
 
-    def broken(self, group, position):
-        return first_needed(self, group, position) + isinstance(self.pools[group], WindowPool)
+    def broken(window, position, block_size):
+        return first_needed(window, position, block_size) + (window is not None)
 
-    patch.setattr(GroupedPool, "first_needed", broken)
+    patch.setattr(look_module, "first_needed", broken)
 
 
 def parts_of_windows_are_taken(patch: pytest.MonkeyPatch) -> None:
@@ -268,18 +276,18 @@ def parts_of_windows_are_taken(patch: pytest.MonkeyPatch) -> None:
 
 def failed_requests_stay_stored(patch: pytest.MonkeyPatch) -> None:
     """What a request with numbers that are not finite computed is kept."""
-    patch.setattr(StoreLink, "discard", lambda self, keys: None)
+    patch.setattr(Reuse, "discard", lambda self, keys: None)
 
 
 def everything_is_kept(patch: pytest.MonkeyPatch) -> None:
     """A request says that nothing of it may be kept, and nobody listens."""
-    save = StoreLink.save
+    save = Prefetcher.save
 
-    def broken(self, seq, lease, indices):
+    def broken(self, seq, indices):
         seq.request = replace(seq.request, store=True)
-        save(self, seq, lease, indices)
+        save(self, seq, indices)
 
-    patch.setattr(StoreLink, "save", broken)
+    patch.setattr(Prefetcher, "save", broken)
 
 
 def loaded_tokens_counted_twice(patch: pytest.MonkeyPatch) -> None:
@@ -287,9 +295,9 @@ def loaded_tokens_counted_twice(patch: pytest.MonkeyPatch) -> None:
     take_over = Prefetcher.take_over
 
     def broken(self, seq):
-        before = seq.loaded_tokens.copy()
+        before = seq.reuse.loaded_tokens.copy()
         jumped = take_over(self, seq)
-        seq.loaded_tokens += seq.loaded_tokens - before
+        seq.reuse.loaded_tokens += seq.reuse.loaded_tokens - before
         return jumped
 
     patch.setattr(Prefetcher, "take_over", broken)
@@ -308,21 +316,15 @@ def loaded_tokens_counted_again_after_preemption(patch: pytest.MonkeyPatch) -> N
     patch.setattr(Prefetcher, "take_over", broken)
 
 
-def whatever_is_stored_is_loaded(patch: pytest.MonkeyPatch) -> None:
-    """Nobody asks whether computing would be faster."""
-    choose = link_module.choose
-    patch.setattr(link_module, "choose", lambda *arguments: replace(choose(*arguments), way=Way.LOAD))
-
-
 def one_end_only(patch: pytest.MonkeyPatch) -> None:
     """Where both at once would be fastest, everything is computed."""
-    choose = link_module.choose
+    choose = planner_module.choose
 
-    def broken(*arguments):
-        choice = choose(*arguments)
+    def broken(*arguments, **options):
+        choice = choose(*arguments, **options)
         return replace(choice, way=Way.COMPUTE) if choice.way is Way.BOTH else choice
 
-    patch.setattr(link_module, "choose", broken)
+    patch.setattr(planner_module, "choose", broken)
 
 
 def preempted_sequences_never_load(patch: pytest.MonkeyPatch) -> None:
@@ -330,7 +332,7 @@ def preempted_sequences_never_load(patch: pytest.MonkeyPatch) -> None:
     preempt = Scheduler.preempt
 
     def broken(self, seq):
-        seq.loads = False
+        seq.reuse.may_load = False
         preempt(self, seq)
 
     patch.setattr(Scheduler, "preempt", broken)
@@ -338,7 +340,7 @@ def preempted_sequences_never_load(patch: pytest.MonkeyPatch) -> None:
 
 def loads_wait_for_a_seat(patch: pytest.MonkeyPatch) -> None:
     """Nothing is loaded for a request that is queued."""
-    patch.setattr(scheduler_module, "MAX_PREPARED", 0)
+    patch.setattr(prefetch_module, "MAX_PREPARED", 0)
 
 
 def everybody_loads_alone(patch: pytest.MonkeyPatch) -> None:
@@ -348,18 +350,18 @@ def everybody_loads_alone(patch: pytest.MonkeyPatch) -> None:
 
 def misses_are_not_explained(patch: pytest.MonkeyPatch) -> None:
     """The store is never asked why."""
-    patch.setattr(Sequence, "_miss", lambda self: (self.miss, self.miss_token, None))
+    patch.setattr(Reused, "why", lambda self: self.miss)
 
 
 def failures_of_loads_are_not_told(patch: pytest.MonkeyPatch) -> None:
     """A damaged block and a dead tier look like a prompt that nobody had."""
-    patch.setattr(Prefetcher, "_note_miss", lambda self, seq, index, reason: None)
+    patch.setattr(Prefetcher, "_missed", lambda self, seq, index, reason: None)
 
 
 def every_failure_is_slowness(patch: pytest.MonkeyPatch) -> None:
     """Whatever was wrong with a tier, it is called slow."""
-    note = Prefetcher._note_miss
-    patch.setattr(Prefetcher, "_note_miss", lambda self, seq, index, _: note(self, seq, index, MissReason.SLOWER))
+    missed = Prefetcher._missed
+    patch.setattr(Prefetcher, "_missed", lambda self, seq, index, _: missed(self, seq, index, MissReason.SLOWER))
 
 
 def waiting_is_not_taken_off(patch: pytest.MonkeyPatch) -> None:

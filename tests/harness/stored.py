@@ -97,9 +97,7 @@ def store_over(tiers: Tiers, folder: Path) -> Iterator[TieredStore]:
 
 
 def say_what_prefill_costs(engine: Engine, token_s: float) -> None:
-    engine.prefill = FixedPrefill(token_s)
-    if engine.scheduler.prefetcher is not None:
-        engine.scheduler.prefetcher.prefill = engine.prefill
+    engine.reuse.prefill = FixedPrefill(token_s)
 
 
 def prove_stored(

@@ -214,7 +214,7 @@ def test_the_changes_reach_every_field_of_a_namespace(tmp_path: Path, builder: B
             if name == "kernels" and not native_available():
                 continue
             engine = builder.restarted(name, store)
-            salts = [e.identity(c.tenant, c.cache_salt)[0] for e, c in ((base, SAME), (engine, change))]
+            salts = [e.reuse.name(c.tenant, c.cache_salt).salt for e, c in ((base, SAME), (engine, change))]
             mine, other = (replace(e.namespace, salt=salt) for e, salt in zip((base, engine), salts, strict=True))
             differing = {f.name for f in fields(Namespace) if getattr(mine, f.name) != getattr(other, f.name)}
             # what another option or file makes of the model is seen in the build, too; a release is seen there alone

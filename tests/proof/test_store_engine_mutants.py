@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 from engine import test_load_memory, test_loads, test_store, test_store_kinds, test_store_misses
+from harness import reuse_mutants as rule
 from harness import store_engine_mutants as broken
 from harness.broken_builds import Cases, Claim, Mutant, each_broken_build, must_notice
 from harness.stored import disk, memory
 from models import test_precision
 from proof import test_restart_matrix, test_store_soak
+from store import test_reuse
 from store.test_store_mutants import claim
 
 from kvire.store.tier import TierKind
@@ -63,6 +65,12 @@ CASES: Cases = [
     (claim(test_store.test_a_preempted_sequence_comes_back_from_the_store),
      [broken.preempted_sequences_never_load, broken.loaded_tokens_counted_again_after_preemption]),
     (met, [broken.one_end_only]),
+    (claim(test_loads.test_never_slower_than_no_cache),
+     [rule.everything_stored_is_worth_a_load, rule.nothing_is_worth_a_load, rule.a_slow_tier_is_never_tried_again,
+      rule.slow_tiers_are_always_tried]),
+    (claim(test_reuse.test_never_slower_than_no_cache, share=1.1, parts=test_reuse.WHOLE, can_meet=False),
+     [rule.everything_stored_is_worth_a_load, rule.a_slow_tier_is_never_tried_again,
+      rule.slow_tiers_are_always_tried, rule.a_try_leads_to_the_next]),
     (claim(test_loads.test_what_is_computed_is_not_read), [broken.computed_blocks_are_still_read]),
     (damaged, [broken.front_jumps_over_a_hole, broken.failures_of_loads_are_not_told,
                broken.every_failure_is_slowness]),
@@ -74,7 +82,7 @@ CASES: Cases = [
      [broken.memory_given_back_before_a_copy]),
     (claim(test_loads.test_a_block_begun_by_a_copy_is_finished_and_not_read), [broken.copies_wait_for_the_next_step]),
     (claim(test_store_soak.test_cancelled_loads), [broken.memory_is_given_back_at_the_next_request]),
-    (claim(test_store_misses.test_what_is_stored_but_faster_to_compute), [broken.whatever_is_stored_is_loaded]),
+    (claim(test_store_misses.test_what_is_stored_but_faster_to_compute), [rule.everything_stored_is_worth_a_load]),
     (claim(test_store_misses.test_the_token_at_which_a_prompt_leaves_the_closest_stored_one, at=23),
      [broken.misses_are_not_explained]),
     (claim(test_store_misses.test_the_field_in_which_the_namespace_differs, name="kv_dtype"),

@@ -91,7 +91,7 @@ def _one_tier(
             samples.ttft_s[Asked("G", length, 1)].append(_ask(llm, ids))
             asks_on = ids[:-TAIL_TOKENS] + _tokens(llm, TAIL_TOKENS)
             samples.ttft_s[Asked("G", length, TAIL_TOKENS)].append(_ask(llm, asks_on))
-            if not llm.engine.link.store.flush(FLUSH_S):
+            if not llm.engine.reuse.flush(FLUSH_S):
                 raise ConfigError(f"the {name} tier did not take what it was given within {FLUSH_S:.0f} s")
             llm.clear_cache()
             place.make_cold()

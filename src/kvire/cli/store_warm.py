@@ -65,7 +65,7 @@ def _compute(llm: LLM, text: str, *, raw: bool, tenant: str) -> Result:
 
 def _check_stored(llm: LLM) -> None:
     """Wait until all that was computed is in its tiers."""
-    tiers = llm.engine.link.store
+    tiers = llm.engine.reuse
     if not tiers.flush(FLUSH_S):
         raise StoreError(f"not all blocks were stored within {FLUSH_S:.0f} s: run this again to store the rest")
     for name, level in tiers.stats().levels.items():

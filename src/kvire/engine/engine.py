@@ -13,7 +13,6 @@ import logging
 import secrets
 from collections import deque
 from dataclasses import dataclass, field
-from hashlib import sha256
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Protocol
@@ -34,14 +33,14 @@ from kvire.engine.prefetch import Prefetcher
 from kvire.engine.request import Abort, Clear, Failure, Output, Request, TokenLogprobs
 from kvire.engine.scheduler import Chunk, Scheduler
 from kvire.engine.sequence import Sequence, State
-from kvire.engine.store_link import StoreLink
 from kvire.plan.cost import PrefillSpeed
+from kvire.store.reuse.look import parts_of
+from kvire.store.reuse.no_reuse import AnyReuse, NoReuse
+from kvire.store.reuse.planner import Reuse
 from kvire.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
 
-# A prefill is measured by steps with at least so many tokens of one prompt, and few others beside them.
-LEAST_MEASURED_TOKENS = 32
 # A guess until then, for SmolLM2's size on two cores: what a load has to beat the first time.
 PREFILL_TOKEN_S = 0.002
 
@@ -108,11 +107,9 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.tokenizer = tokenizer
         self.pool = GroupedPool(paged.spec.groups, paged.num_blocks, paged.spec.block_size)
-        self.prefill = PrefillSpeed(PREFILL_TOKEN_S)
-        reuses = config.prefix_cache and config.kv_cache == "paged"
-        self.link = StoreLink(store, paged, self.pool, namespace) if store is not None and reuses else None
-        prefetcher = Prefetcher(self.link, self.pool, self.prefill) if self.link else None
-        self.scheduler = Scheduler(self.pool, config, max_model_len, prefetcher)
+        self.reuse = _reuse(store, config, namespace, paged)
+        prefetcher = Prefetcher(self.reuse, self.pool, paged.memory)
+        self.scheduler = Scheduler(self.pool, config, max_model_len, prefetcher, paged.copy_block)
         self.stats = EngineStats()
         self.inbox: SimpleQueue[Request | Abort | Clear] = SimpleQueue()
         self._sequences: dict[str, list[Sequence]] = {}
@@ -124,21 +121,12 @@ class Engine:
     @property
     def root(self) -> BlockKey:
         """Parent of every first block, of requests without tenant and cache_salt."""
-        return self.identity()[1]
+        return self.reuse.name().root
 
     def close(self) -> None:
         """Close the store, then free the pool; nobody calls step() any more."""
-        if self.link is not None:
-            self.link.store.close()
+        self.reuse.close()
         self.paged.close()
-
-    def identity(self, tenant: str = "", cache_salt: str = "") -> tuple[str, BlockKey]:
-        """(salt, root) of the blocks of a tenant and cache_salt. Without either, and without a store, no salt."""
-        if self.link is not None:
-            return self.link.identity(tenant, cache_salt)
-        salt = "/".join(sha256(part.encode("utf-8")).hexdigest() for part in (tenant, cache_salt) if part)
-        salt = salt if not cache_salt or tenant else "/" + salt
-        return salt, self.namespace.with_salt(salt).root
 
     def validate(self, request: Request) -> None:
         """Raise RequestError if the request can never be served. Reads only what never changes."""
@@ -174,8 +162,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether step() has anything to do."""
-        draining = self.scheduler.prefetcher is not None and self.scheduler.prefetcher.draining
-        return bool(self.scheduler.running or self.scheduler.waiting or draining or not self.inbox.empty())
+        return self.scheduler.has_work or not self.inbox.empty()
 
     def step(self) -> list[Output | Failure]:
         """Do one step of the loop; what it added to each answer, and which requests could not go on."""
@@ -185,15 +172,14 @@ class Engine:
         if chunks:
             logits = self.run(chunks)
             self.commit(chunks, logits)
-        elif self.scheduler.prefetcher:
-            self.scheduler.prefetcher.nap(self.scheduler.running)
+        else:
+            self.scheduler.nap()
         outputs, self._outputs = list(self._outputs), deque()
         return outputs
 
     def poll(self) -> None:
         """Take what came in since the last step."""
-        if self.scheduler.prefetcher:
-            self.scheduler.prefetcher.poll()
+        self.scheduler.poll()
         while True:
             try:
                 message = self.inbox.get_nowait()
@@ -208,9 +194,6 @@ class Engine:
 
     def run(self, chunks: list[Chunk]) -> Tensor:
         """One forward pass: logits [R, vocab], a row per token whose successor is wanted."""
-        for group, source, target in self.scheduler.copies:
-            self.paged.copy_block(group, source, target)
-        self.scheduler.copies.clear()
         started = monotonic()
         logits = self.model.forward(build_batch(chunks, self.pool.block_size))
         seconds, tokens = monotonic() - started, sum(chunk.count for chunk in chunks)
@@ -218,8 +201,7 @@ class Engine:
         self.stats.steps += 1
         self.stats.forward_tokens += tokens
         longest = max(chunks, key=lambda chunk: chunk.count)
-        if longest.count >= LEAST_MEASURED_TOKENS and 8 * longest.count > 7 * tokens:
-            self.prefill.measured(longest.seq.num_computed, longest.count, seconds)
+        self.reuse.prefill.step(longest.seq.num_computed, longest.count, tokens, seconds)
         return logits
 
     def commit(self, chunks: list[Chunk], logits: Tensor) -> None:
@@ -259,16 +241,15 @@ class Engine:
 
     def _accept(self, request: Request) -> None:
         arrival, self._arrivals = self._arrivals, self._arrivals + 1
-        salt, root = self.identity(request.tenant, request.cache_salt)
+        identity = self.reuse.name(request.tenant, request.cache_salt)
         first, *others = [
             Sequence(
                 request,
                 i,
                 arrival,
-                root,
+                identity,
                 self.pool.block_size,
                 Detokenizer(self.tokenizer, request.params.stop_strings),
-                salt,
             )
             for i in range(request.params.n)
         ]
@@ -285,12 +266,11 @@ class Engine:
     def _fail(self, seq: Sequence, message: str) -> None:
         """End a request that cannot go on, and forget what it computed: nobody else may meet it."""
         request_id = seq.request.request_id
-        keys = [key for sample in self._sequences[request_id] for key in sample.keys]
+        keys = [key for sample in self._sequences[request_id] for key in sample.chain.keys]
         for key in keys:
             self.pool.forget(key)
         self._remove(request_id, remember=False)
-        if self.link is not None:
-            self.link.discard(keys)
+        self.reuse.discard(keys)
         self._outputs.append(Failure(request_id, message))
 
     def _remove(self, request_id: str, *, remember: bool = True) -> list[Sequence]:
@@ -351,7 +331,7 @@ class Engine:
             seq.stop_reason, finish = seq.detokenizer.stopped_by, "stop"
         first = seq.num_answer <= 1
         busy_s = monotonic() - seq.admitted_s if first and seq.admitted_s is not None else 0.0
-        load_s = min(seq.load_wait_s, busy_s)
+        load_s = min(seq.reuse.waited_s, busy_s)
         if finish is not None:
             self._finish(seq, finish)
         self._outputs.append(
@@ -378,9 +358,10 @@ class Engine:
             del self._sequences[seq.request.request_id], self._seeds[seq.request.request_id]
 
     def _count_request(self, seq: Sequence) -> None:
-        spans = [(0, seq.device_tokens), *seq.reused_spans]
-        if self.prefill.samples:
-            seq.saved_s = sum(self.prefill.seconds(*span) for span in spans) - seq.load_wait_s
+        reused, prefill = seq.reuse, self.reuse.prefill
+        if prefill.samples:
+            spans = [(0, reused.device_tokens), *reused.spans]
+            reused.saved_s = sum(prefill.seconds(*span) for span in spans) - reused.waited_s
         report = seq.report
         self.stats.memory_tokens += report.memory_tokens
         self.stats.disk_tokens += report.disk_tokens
@@ -402,6 +383,14 @@ class Engine:
             position = seq.num_computed + i + 1
             if position == len(seq.prompt_logprobs) and position < seq.num_prompt:
                 seq.prompt_logprobs.append(sampler.token_logprobs(logits, seq.token_ids[position], wanted))
+
+
+def _reuse(store: TieredStore | None, config: EngineConfig, namespace: Namespace, paged: PagedKV) -> AnyReuse:
+    """What is stored and found again; nothing, without a store or where the engine is not to reuse anything."""
+    prefill = PrefillSpeed(PREFILL_TOKEN_S)
+    if store is None or not config.prefix_cache or config.kv_cache != "paged":
+        return NoReuse(namespace, prefill=prefill)
+    return Reuse(store, namespace, parts_of(paged.spec), paged.spec.block_size, prefill=prefill)
 
 
 def _special_ids(tokenizer: Any) -> dict[str, int]:

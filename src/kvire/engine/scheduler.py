@@ -6,6 +6,8 @@ moves, and any pool that fits one request serves them all.
 """
 
 from bisect import insort
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from time import monotonic
 
@@ -16,12 +18,11 @@ from kvire.core.report import MissReason
 from kvire.engine.prefetch import Prefetcher
 from kvire.engine.sequence import Sequence, State
 from kvire.plan.cost import Way
+from kvire.store.reuse.why import Miss
 
 # A prompt whose logprobs are asked for needs logits of every token; this bounds their number in one step, and so
 # their memory (64 rows of a vocabulary of 262,144 in float32 are 67 MB).
 MAX_PROMPT_LOGPROB_TOKENS = 64
-# Sequences without a seat whose stored blocks are loaded already.
-MAX_PREPARED = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,13 +39,22 @@ class Chunk:
 
 
 class Scheduler:
-    """Waiting and running sequences over one GroupedPool; belongs to the engine's thread."""
+    """Waiting and running sequences over one GroupedPool; belongs to the engine's thread.
+
+    prefetcher: brings what is stored. copy_block: copies a block's KV, by group, source and target.
+    """
 
     def __init__(
-        self, pool: GroupedPool, config: EngineConfig, max_model_len: int, prefetcher: Prefetcher | None = None
+        self,
+        pool: GroupedPool,
+        config: EngineConfig,
+        max_model_len: int,
+        prefetcher: Prefetcher,
+        copy_block: Callable[[int, int, int], None],
     ) -> None:
         self.pool = pool
         self.prefetcher = prefetcher
+        self.copy_block = copy_block
         self.max_batch_tokens = config.max_batch_tokens
         self.max_num_seqs = config.max_num_seqs
         self.kv_cache = config.kv_cache
@@ -53,9 +63,21 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.waiting: list[Sequence] = []  # both by order, oldest first
         self.running: list[Sequence] = []
-        self.copies: list[tuple[int, int, int]] = []  # (group, source, target) to copy before the next step
         self.preemptions = 0
         self._computing: dict[BlockKey, Sequence] = {}  # full blocks that a running sequence will publish
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to do, if only to wait for memory that is being read into."""
+        return bool(self.running or self.waiting or self.prefetcher.draining)
+
+    def poll(self) -> None:
+        """Take back memory that is free by now."""
+        self.prefetcher.poll()
+
+    def nap(self) -> None:
+        """Nothing can be computed: sleep a little, unless something arrives."""
+        self.prefetcher.nap(self.running)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence behind all that are older."""
@@ -79,12 +101,12 @@ class Scheduler:
         """
         for seq in list(self.waiting):
             seated = len(self.running) < self.max_num_seqs
-            if not seated and (self.prefetcher is None or len(self.running) >= self.max_num_seqs + MAX_PREPARED):
+            if len(self.running) >= self.max_num_seqs + self.prefetcher.most_ahead:
                 return
             if seq.waits_for in self._computing:
                 continue
             reusable = self._reusable_keys(seq)
-            matched = self.pool.match_length(seq.root, reusable, seq.token_ids)
+            matched = self.pool.match_length(seq.chain.root, reusable, seq.token_ids)
             seq.waits_for = self._last_in_computation(reusable[matched:])
             if seq.waits_for is not None:
                 continue
@@ -108,27 +130,28 @@ class Scheduler:
         """Keys of the full blocks that may be reused: at least one token is left to compute."""
         if not self._reuses(seq):
             return []
-        return seq.full_block_keys()[: (seq.num_tokens - 1) // self.pool.block_size]
+        return seq.chain.extend()[: (seq.num_tokens - 1) // self.pool.block_size]
 
     def _start(self, seq: Sequence, reusable: list[BlockKey], matched: int, *, seated: bool) -> bool:
         """Lease what is remembered and allocate the rest; False, and no change, if that does not fit.
 
         Without a seat, only to load what is stored, so that it is there when there is one.
         """
-        plan = self.prefetcher.plan(seq, reusable, matched) if self.prefetcher else None
-        if not seated and (plan is None or plan.way is not Way.LOAD):
+        plan = self.prefetcher.plan(seq, len(reusable), matched)
+        if not seated and plan.choice.way is not Way.LOAD:
             return False
-        alone = plan is None or (plan.stored.known == matched and not self.pool.has_windows)
+        windows = plan.loads and self.pool.has_windows
+        alone = not plan.loads or (plan.found.known == matched and not windows)
         partial = self._reuses(seq) and self.partial_hits and alone
         more = seq.num_tokens - 1 - matched * self.pool.block_size if partial else 0
-        hit = self.pool.match(seq.root, reusable[:matched], seq.token_ids, partial_tokens=more)
+        hit = self.pool.match(seq.chain.root, reusable[:matched], seq.token_ids, partial_tokens=more)
         computed = hit.full_blocks * self.pool.block_size + hit.partial_tokens
-        if plan is not None and hit.partial_tokens:
+        if hit.partial_tokens:
             plan = plan.without(hit.full_blocks)
         if self.kv_cache == "contiguous":
             fits = self.pool.try_extend(hit.lease, self.max_model_len, now=self.max_model_len)
         else:
-            loaded = plan.stored.stop * self.pool.block_size if plan and self.pool.has_windows else None
+            loaded = plan.found.stop * self.pool.block_size if windows else None
             fits = self.pool.try_extend(
                 hit.lease, seq.num_tokens, now=loaded or computed, spare=self._promised(), loaded=loaded
             )
@@ -137,25 +160,29 @@ class Scheduler:
             return False
         if hit.partial_tokens:
             leases = enumerate(zip(hit.sources, hit.lease.leases, strict=True))
-            self.copies += [(g, source, part.block_ids[hit.full_blocks]) for g, (source, part) in leases]
+            self._copy((g, source, part.block_ids[hit.full_blocks]) for g, (source, part) in leases)
         if seq.admitted_s is None:
             seq.admitted_s = monotonic()
-            seq.device_tokens = computed
-            full = plan.stored.known if plan else hit.full_blocks
+            seq.reuse.device_tokens = computed
+            full = plan.found.known if plan.loads else hit.full_blocks
             self._explain(seq, reusable, full, max(computed, full * self.pool.block_size))
         else:  # preempted, and somebody else has computed more of its prompt since
-            seq.device_tokens += max(0, computed - seq.most_computed)
+            seq.reuse.device_tokens += max(0, computed - seq.most_computed)
         seq.lease, seq.state = hit.lease, State.RUNNING
         seq.num_computed, seq.num_published, seq.detached = computed, hit.full_blocks, False
         seq.most_computed = max(seq.most_computed, computed)  # lost before use, a hit is computed again
         self.waiting.remove(seq)
         insort(self.running, seq, key=_order)
         if self._reuses(seq):  # who scores a prompt is too slow to be waited for
-            for key in seq.full_block_keys()[hit.full_blocks :]:
+            for key in seq.chain.extend()[hit.full_blocks :]:
                 self._computing.setdefault(key, seq)
-        if self.prefetcher:
-            self.prefetcher.start(seq, plan, self.copies)
+        self.prefetcher.start(seq, plan)
         return True
+
+    def _copy(self, copies: Iterable[tuple[int, int, int]]) -> None:
+        """Copy blocks at once: a load that begins now, or the next step, may write into what they are copied from."""
+        for group, source, target in copies:
+            self.copy_block(group, source, target)
 
     def _promised(self) -> list[int]:
         """Blocks of each group that running sequences will take soon, or the next tokens would preempt the newest."""
@@ -166,32 +193,37 @@ class Scheduler:
 
     def _explain(self, seq: Sequence, reusable: list[BlockKey], full: int, computed: int) -> None:
         """Note why no more is reused than `full` blocks, or `computed` tokens (CacheReport)."""
-        block_size = self.pool.block_size
+        seq.reuse.miss = self._miss(seq, reusable, full, computed)
+
+    def _miss(self, seq: Sequence, reusable: list[BlockKey], full: int, computed: int) -> Miss:
+        """Why, and from which token on."""
         if not self.prefix_cache:
-            seq.miss = MissReason.OFF
-        elif seq.params.prompt_logprobs is not None:
-            seq.miss = MissReason.PROMPT_LOGPROBS
-        elif not reusable and (not self.partial_hits or seq.num_tokens == 1):
-            seq.miss = MissReason.SHORTER_THAN_BLOCK
-        elif computed == seq.num_tokens - 1 or (full == len(reusable) and not self.partial_hits):
-            seq.miss = MissReason.COMPLETE
-        elif self._was_evicted(seq, reusable, full):
-            seq.miss, seq.miss_token = MissReason.EVICTED, computed
-        else:
-            parent = seq.keys[full - 1] if full else seq.root
-            seq.miss_token = full * block_size + self.pool.closest(
-                parent, seq.token_ids[full * block_size : (full + 1) * block_size]
-            )
-            if computed:
-                seq.miss = MissReason.DIVERGED
-            else:
-                seq.miss = MissReason.SHORTER_THAN_BLOCK if seq.miss_token else MissReason.NEVER_STORED
+            return Miss(MissReason.OFF)
+        if seq.params.prompt_logprobs is not None:
+            return Miss(MissReason.PROMPT_LOGPROBS)
+        if not reusable and (not self.partial_hits or seq.num_tokens == 1):
+            return Miss(MissReason.SHORTER_THAN_BLOCK)
+        if computed == seq.num_tokens - 1 or (full == len(reusable) and not self.partial_hits):
+            return Miss(MissReason.COMPLETE)
+        if self._was_evicted(seq, reusable, full):
+            return Miss(MissReason.EVICTED, computed)
+        return self._left(seq, full, computed)
+
+    def _left(self, seq: Sequence, full: int, computed: int) -> Miss:
+        """Where a prompt leaves the closest one that the device remembers."""
+        shared = self.pool.closest(seq.chain.parent(full), seq.chain.tokens(full))
+        token = full * self.pool.block_size + shared
+        if computed:
+            return Miss(MissReason.DIVERGED, token)
+        return Miss(MissReason.SHORTER_THAN_BLOCK if token else MissReason.NEVER_STORED, token)
 
     def _was_evicted(self, seq: Sequence, reusable: list[BlockKey], full: int) -> bool:
         """Whether the hit could have been longer than `full` blocks, had there been more room."""
         if full < len(reusable):
-            return self.pool.was_evicted(reusable[full]) or self.pool.reach(seq.root, reusable, seq.token_ids) > full
-        parent, rest = seq.keys[full - 1] if full else seq.root, seq.block_tokens(full)
+            return (
+                self.pool.was_evicted(reusable[full]) or self.pool.reach(seq.chain.root, reusable, seq.token_ids) > full
+            )
+        parent, rest = seq.chain.parent(full), seq.chain.tokens(full)
         return any(self.pool.was_evicted(block_key(parent, rest[:count])) for count in range(len(rest), 0, -1))
 
     def schedule(self) -> list[Chunk]:
@@ -211,7 +243,7 @@ class Scheduler:
         budget, scored = self.max_batch_tokens - len(chunks), MAX_PROMPT_LOGPROB_TOKENS
         for seq in [seq for seq in limits if seq.num_remaining > 1]:
             count = min(seq.num_remaining, budget, limits[seq], scored if seq.scores_prompt else budget)
-            if count > 0 and seq.state is State.RUNNING and seq.load is not None and self.prefetcher:
+            if count > 0 and seq.state is State.RUNNING:
                 count = self.prefetcher.claim(seq, count)
             if count > 0 and seq.state is State.RUNNING and self._make_room(seq, count):
                 chunks.append(Chunk(seq, count))
@@ -227,18 +259,17 @@ class Scheduler:
         """
         limits: dict[Sequence, int] = {}
         for seq in list(self.running):
-            limit = self.max_batch_tokens
-            if (load := seq.load) is not None and self.prefetcher:
-                if self.prefetcher.take_over(seq):
-                    self._publish_full(seq)
-                    if seq.num_published > max(seq.explained, load.known):  # more than was certain
-                        self._explain(seq, self._reusable_keys(seq), seq.num_published, seq.num_computed)
-                        seq.explanation = None
-                limit = min(limit, self.prefetcher.limit(seq))
-                if load.is_lost:
-                    self.preempt(seq)
-                    continue
-            if limit > 0 and len(limits) < self.max_num_seqs:
+            load = seq.reuse.load
+            if self.prefetcher.take_over(seq):
+                self._publish_full(seq)
+                certain = load.known if load is not None else 0
+                if seq.num_published > max(seq.reuse.asked_token // self.pool.block_size, certain):
+                    self._explain(seq, self._reusable_keys(seq), seq.num_published, seq.num_computed)
+                    seq.reuse.answer = None
+            limit = self.prefetcher.limit(seq, self.max_batch_tokens)
+            if load is not None and load.lost:
+                self.preempt(seq)
+            elif limit > 0 and len(limits) < self.max_num_seqs:
                 limits[seq] = limit
         return limits
 
@@ -258,7 +289,7 @@ class Scheduler:
         copies = self.pool.make_writable(seq.lease, seq.num_computed // self.pool.block_size)
         if copies is None:
             return False
-        self.copies += copies
+        self._copy(copies)
         return True
 
     def preempt(self, seq: Sequence) -> None:
@@ -294,21 +325,22 @@ class Scheduler:
         """Put the blocks that are full by now into the index; save: they were computed, so the store gets them."""
         assert seq.lease is not None
         if self.prefix_cache:
-            keys, first = seq.full_block_keys(), seq.num_published
+            keys, first = seq.chain.extend(), seq.num_published
             for index in range(first, seq.num_computed // self.pool.block_size):
-                self._publish(seq, index, keys[index], seq.block_tokens(index))
+                self._publish(seq, index, keys[index], seq.chain.tokens(index))
                 self._computing.pop(keys[index], None)
                 seq.num_published = index + 1
-            if save and self.prefetcher:
-                self.prefetcher.link.save(seq, seq.lease, range(first, seq.num_published))
+            if save:
+                self.prefetcher.save(seq, range(first, seq.num_published))
         if self.kv_cache == "paged":
             self.pool.give_back(seq.lease, seq.num_computed)
 
-    def _publish(self, seq: Sequence, index: int, key: BlockKey, token_ids: list[int]) -> None:
+    def _publish(self, seq: Sequence, index: int, key: BlockKey, token_ids: SequenceOf[int]) -> None:
         """Put a block into the index, unless one before it is not there under the sequence's own tokens."""
         if not seq.detached:
             assert seq.lease is not None
-            found = self.pool.publish(seq.lease, index, key, seq.parent_of(index), seq.root, token_ids)
+            chain = seq.chain
+            found = self.pool.publish(seq.lease, index, key, chain.parent(index), chain.root, token_ids)
             seq.detached = not found
 
     def _release(self, seq: Sequence, *, remember: bool) -> None:
@@ -318,14 +350,11 @@ class Scheduler:
         tail = seq.token_ids[index * self.pool.block_size : seq.num_computed]
         if remember and tail and self.prefix_cache and self.partial_hits:
             assert seq.num_published == index
-            self._publish(seq, index, block_key(seq.parent_of(index), tail), tail)
-        if self.prefetcher:
-            self.prefetcher.release(seq, seq.lease)
-        else:
-            seq.lease.release()
+            self._publish(seq, index, block_key(seq.chain.parent(index), tail), tail)
+        self.prefetcher.release(seq, seq.lease)
         seq.lease = None
-        self.pool.touch(seq.keys[: seq.num_published])
-        for key in seq.keys[seq.num_published :]:
+        self.pool.touch(seq.chain.keys[: seq.num_published])
+        for key in seq.chain.keys[seq.num_published :]:
             if self._computing.get(key) is seq:
                 del self._computing[key]
 

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvire.core.report import MissReason
 from kvire.engine.client import EngineClient
-from kvire.store.tiered import LevelStats, TieredStore
+from kvire.store.tiered import LevelStats, StoreStats
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TPOT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -49,8 +49,7 @@ class EngineCollector(Collector):
         yield from self._tokens()
         yield from self._cache()
         yield from self._load()
-        if self._client.engine.link is not None:
-            yield from store_metrics(self._client.engine.link.store)
+        yield from store_metrics(self._client.engine.reuse.stats())
 
     def _tokens(self) -> Iterator[Metric]:
         stats = self._client.engine.stats
@@ -131,9 +130,11 @@ COUNTERS: tuple[Reading, ...] = (
 )  # fmt: skip
 
 
-def store_metrics(store: TieredStore) -> Iterator[Metric]:
-    """What a store did, tier by tier."""
-    tiers = store.stats().levels.items()
+def store_metrics(stats: StoreStats) -> Iterator[Metric]:
+    """What a store did, tier by tier; nothing where there is no tier."""
+    tiers = stats.levels.items()
+    if not tiers:
+        return
     for name, text, value in GAUGES:
         gauge = GaugeMetricFamily(name, text, labels=["tier"])
         for tier, level in tiers:

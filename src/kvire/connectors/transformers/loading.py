@@ -11,9 +11,8 @@ from kvire.core.keys import BlockKey
 from kvire.core.report import CacheReport, MissReason
 from kvire.plan.cost import Way
 from kvire.store.reuse.chain import Chain
-from kvire.store.reuse.look import Found, needed
+from kvire.store.reuse.look import Found, needed, reach
 from kvire.store.reuse.planner import Reuse
-from kvire.store.reuse.prefix import reach
 from kvire.store.reuse.reused import Reused
 from kvire.store.reuse.why import Miss, explained, reason_of
 from kvire.store.ticket import LoadState
@@ -69,10 +68,10 @@ def load(reuse: Reuse, chain: Chain, queued: AbstractSet[BlockKey]) -> Loaded:
     found = reuse.hope(found)
     choice = reuse.worth(found, can_meet=False)
     reuse.decided(choice)
-    if choice.way is Way.COMPUTE:
-        loaded.reused.missed(0, MissReason.SLOWER)
-    else:
+    if choice.way is not Way.COMPUTE:
         _fetch(reuse, loaded, found, monotonic() + min(choice.compute_s, PATIENCE_S))
+    elif found.known > found.first:  # it is certainly there
+        loaded.reused.missed(0, MissReason.SLOWER)
     _ask_why(reuse, loaded, most)
     return loaded
 

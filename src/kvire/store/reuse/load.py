@@ -34,6 +34,7 @@ class Load:
     all_or_nothing: a part with a window needs the end of the span, so a piece of it is of no use.
     told: whether a remote tier began to give what is not certainly there.
     waited_s: for it, so far.
+    lost: it is all or nothing, and it is nothing.
     """
 
     def __init__(self, ticket: Ticket, found: Found, *, all_or_nothing: bool) -> None:
@@ -43,6 +44,7 @@ class Load:
         self.all_or_nothing = all_or_nothing
         self.started_s = monotonic()
         self.told = False
+        self.lost = False
         self.waited_s = 0.0
         self._waits_since: float | None = None
         self._jumped = self._claimed = False
@@ -151,8 +153,9 @@ class Load:
         """
         states = self.ticket.states()
         missing = self._missing(states, front_tokens // block_size)
-        if not missing:
-            return most_tokens  # nothing more will come: compute what is left
+        if not missing:  # nothing more will come: compute what is left
+            self.lost = self.all_or_nothing
+            return most_tokens
         elapsed_s = monotonic() - self.started_s
         stop = self.stop * block_size
         span = stop - front_tokens
@@ -167,8 +170,8 @@ class Load:
         choice = choose(speed, prefill, stop - span, stop, sum(self._bytes[place] for place in missing))
         late = elapsed_s > PATIENCE * begun_s
         if self.all_or_nothing:
-            lost = self._first_failed() is not None or (late and choice.load_s > choice.compute_s)
-            return most_tokens if lost else 0
+            self.lost = self._first_failed() is not None or (late and choice.load_s > choice.compute_s)
+            return most_tokens if self.lost else 0
         if choice.way is Way.LOAD:
             return 0
         if choice.way is Way.COMPUTE and late:

@@ -1,10 +1,11 @@
 """What tiers hold of a prompt beyond the device's own blocks. Looking changes nothing."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf
+from typing import Self
 
 from kvire.core.spec import KVSpec, first_needed
 from kvire.plan.cost import Speed
@@ -68,6 +69,11 @@ class Found:
     speed: Speed
     size_bytes: int
 
+    @classmethod
+    def nothing(cls, first: int, limit: int) -> Self:
+        """Where nobody was asked."""
+        return cls(first, first, first, limit, Word.SURE, first, (), (), Speed(0.0, inf), 0)
+
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to load."""
@@ -93,6 +99,23 @@ class Found:
     def without(self, index: int) -> "Found":
         """Leave block `index` to somebody else."""
         return replace(self, needed=[place for place in self.needed if place[0] != index])
+
+
+def reach(
+    windows: Sequence[int | None], block_size: int, first: int, stop: int, has: Callable[[int, int], bool]
+) -> int:
+    """The most leading blocks, at most `stop`, after which every part can go on; never less than `first`.
+
+    windows: of each part of a block, in tokens; None looks at everything before it. first: leading blocks that the
+    device has. has(index, part): whether that part of block `index` is at hand; only asked about what is needed.
+    """
+    stop, before = max(first, stop), None
+    while stop != before:  # a shorter extent moves the windows
+        before = stop
+        for part, window in enumerate(windows):
+            begin = max(first, first_needed(window, stop * block_size, block_size))
+            stop = next((index for index in range(begin, stop) if not has(index, part)), stop)
+    return stop
 
 
 def needed(parts: Sequence[Part], block_size: int, first: int, stop: int) -> list[tuple[int, int]]:

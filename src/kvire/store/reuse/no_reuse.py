@@ -1,23 +1,21 @@
 """No store, as an object: an engine asks it the same as a Reuse, and nothing is ever found."""
 
 from collections.abc import Iterable, Mapping
-from math import inf
 
 from kvire.core.keys import BlockKey, Namespace, unsealed_salt
-from kvire.plan.cost import Choice, PrefillSpeed, Speed, Way
+from kvire.plan.cost import Choice, PrefillSpeed, Way
 from kvire.store.explain import Answer
 from kvire.store.reuse.chain import Blocks, Chain, Identity, Names
 from kvire.store.reuse.load import Load
-from kvire.store.reuse.look import Found, Word
-from kvire.store.reuse.planner import Memory, Reuse
+from kvire.store.reuse.look import Found
+from kvire.store.reuse.planner import COMPUTE_NOTHING, Memory, Reuse
 from kvire.store.tiered import StoreStats
 
 
 class NoReuse:
     """Where there is no store: names without a secret, and nothing is ever found. See Reuse."""
 
-    loads_ahead = False
-    has_windows = False
+    keeps = False
 
     def __init__(self, namespace: Namespace, *, prefill: PrefillSpeed | None = None) -> None:
         self.names = Names(namespace, unsealed_salt, _note_nothing)
@@ -29,8 +27,7 @@ class NoReuse:
 
     def look(self, blocks: Blocks, first: int, limit: int | None = None) -> Found:
         """Nothing."""
-        limit = len(blocks.keys) if limit is None else limit
-        return Found(first, first, first, limit, Word.SURE, first, (), (), Speed(0.0, inf), 0)
+        return Found.nothing(first, len(blocks.keys) if limit is None else limit)
 
     def hope(self, found: Found) -> Found:
         """See Reuse."""
@@ -38,9 +35,8 @@ class NoReuse:
 
     def worth(self, found: Found, *, can_meet: bool = True) -> Choice:
         """Nothing can be loaded."""
-        del can_meet
-        seconds = self.prefill.seconds(found.first, found.stop)
-        return Choice(Way.COMPUTE, seconds, inf, seconds)
+        del found, can_meet
+        return COMPUTE_NOTHING
 
     def decided(self, choice: Choice) -> None:
         """See Reuse."""

@@ -31,12 +31,12 @@ from kvire.plan.cost import Choice, PrefillSpeed, Speed, Way, choose
 from kvire.store.explain import Answer
 from kvire.store.reuse.chain import Blocks, Chain, Identity, Names
 from kvire.store.reuse.load import Load
-from kvire.store.reuse.look import Found, Part, Row, Word, needed, together
-from kvire.store.reuse.prefix import reach
+from kvire.store.reuse.look import Found, Part, Row, Word, needed, reach, together
 from kvire.store.ticket import Wanted
 from kvire.store.tier import Buffer
 from kvire.store.tiered import StoreStats, TieredStore
 
+COMPUTE_NOTHING = Choice(Way.COMPUTE, 0.0, 0.0, 0.0)  # where nothing was found
 TRY_AFTER = 16  # loads that were not worth it, before one is made to see whether that is still so
 
 Memory = Callable[[int, int], Buffer]  # of block `index`, part `part`
@@ -48,10 +48,10 @@ class Reuse:
     namespace: of what the engine computes, without a salt.
     parts: of each block, by number; block_size: tokens.
     prefill: how fast the engine computes prompts. It measures that itself; nothing is known before.
-    loads_ahead: whether it is of use to ask for prompts that cannot be computed yet.
+    keeps: whether blocks are kept, so that there is something to ask for.
     """
 
-    loads_ahead = True
+    keeps = True
 
     def __init__(
         self, store: TieredStore, namespace: Namespace, parts: Sequence[Part], block_size: int,
@@ -137,21 +137,23 @@ class Reuse:
         can_meet: the engine computes from the front while blocks come from the back. As long as nobody knows how fast
         it computes, whatever is stored is loaded.
         """
+        if found.is_empty:
+            return COMPUTE_NOTHING
         can_meet = can_meet and not self.has_windows
         load_s = found.speed.seconds(found.size_bytes)
         if not self.prefill.known:
             return Choice(Way.LOAD, load_s, load_s, inf)
         start, stop = found.first * self.block_size, found.stop * self.block_size
         choice = choose(found.speed, self.prefill, start, stop, found.size_bytes, can_meet=can_meet)
-        if choice.way is Way.COMPUTE and not found.is_empty and self._refused >= TRY_AFTER - 1:
+        if choice.way is Way.COMPUTE and self._refused >= TRY_AFTER - 1:
             return replace(choice, way=Way.BOTH if can_meet else Way.LOAD, is_try=True)
         return choice
 
     def decided(self, choice: Choice) -> None:
-        """It was done as a choice said: something was loaded, or computed although it is stored."""
+        """It was done as a choice said: what was found is loaded, or computed although it is stored."""
         if choice.is_try:
             self._refused = 0
-        elif choice.way is Way.COMPUTE:
+        elif choice.way is Way.COMPUTE and choice != COMPUTE_NOTHING:
             self._refused += 1
 
     def measured(self, speeds: Mapping[str, Speed]) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from time import monotonic
 
 from kvire.core.report import CacheReport, MissReason
-from kvire.plan.cost import Choice
 from kvire.store.explain import Answer
 from kvire.store.reuse.load import Load
 from kvire.store.reuse.look import Found
@@ -20,7 +19,6 @@ class Reused:
 
     load: blocks on their way from the store; None if none are.
     may_load: whether it may load once more.
-    slower: the decision to compute what is stored, where that was made last.
     device_tokens: reused from the device's own blocks.
     loaded_tokens: by kind of tier.
     spans: (start, stop) of prompt tokens that were loaded.
@@ -34,7 +32,6 @@ class Reused:
     def __init__(self) -> None:
         self.load: Load | None = None
         self.may_load = True
-        self.slower: Choice | None = None
         self.device_tokens = 0
         self.loaded_tokens: Counter[TierKind] = Counter()
         self.spans: list[tuple[int, int]] = []
