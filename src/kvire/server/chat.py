@@ -18,7 +18,7 @@ from kvire.server.sessions import router as sessions_router
 from kvire.server.stream import EventStream
 from kvire.server.token_text import chat_logprobs
 from kvire.server.tool_formats import Parsed, ToolFormat
-from kvire.server.tools import ToolText, supports_tools, tool_format, with_parsed_arguments
+from kvire.server.tools import ToolText, supports_tools, tool_format
 
 router = APIRouter()
 router.include_router(sessions_router)
@@ -28,25 +28,25 @@ router.include_router(sessions_router)
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
-    call = parse(ChatRequest, await service.bodies.read_json(request))
+    call, messages = await service.bodies.read(request, _call_and_messages)
     service.check_model(call.model)
     if call.session is None:
-        return await _answer(request, service, call)
-    return SessionResponse(service, tenant_of(request), call.session, lambda: _answer(request, service, call))
+        return await _answer(request, service, call, messages)
+    return SessionResponse(service, tenant_of(request), call.session, lambda: _answer(request, service, call, messages))
 
 
-async def _answer(request: Request, service: Service, call: ChatRequest) -> Response:
+async def _answer(request: Request, service: Service, call: ChatRequest, messages: list[dict[str, Any]]) -> Response:
     params = call.sampling_params(service.max_model_len)
     deadline = service.deadline()
     async with asyncio.timeout_at(deadline):
-        turn, messages = None, new_messages(call)
+        turn = None
         if call.session is not None:
             turn = await Turn.begin(service, tenant_of(request), call.session, messages)
         reply = ChatReply(service, call, turn)
         if turn is None:
-            prompt = await service.encode_chat(history(messages), reply.tools, call.chat_template_kwargs)
+            prompt = await service.encode_chat(messages, reply.tools, call.chat_template_kwargs)
         else:
-            prompt = await turn.encode(history(turn.messages), reply.tools, call.chat_template_kwargs)
+            prompt = await turn.encode(reply.tools, call.chat_template_kwargs)
     answers = service.answers(reply.id, [prompt], params, Sharing.of(request, call))
     if call.stream:
         with_usage = call.stream_options is not None and call.stream_options.include_usage
@@ -55,14 +55,9 @@ async def _answer(request: Request, service: Service, call: ChatRequest) -> Resp
         return await until_client_gone(request.receive, whole_answer(answers, reply))
 
 
-def new_messages(call: ChatRequest) -> list[dict[str, Any]]:
-    """Those of the request."""
-    return [message.model_dump(exclude_none=True) for message in call.messages]
-
-
-def history(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates expect them."""
-    return [with_parsed_arguments(message, i) for i, message in enumerate(messages)]
+def _call_and_messages(body: dict[str, Any]) -> tuple[ChatRequest, list[dict[str, Any]]]:
+    call = parse(ChatRequest, body)
+    return call, [message.model_dump(exclude_none=True) for message in call.messages]
 
 
 class ChatReply(Reply):

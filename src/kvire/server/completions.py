@@ -1,6 +1,7 @@
 """/v1/completions: text or token ids, continued or scored."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -22,7 +23,7 @@ router = APIRouter()
 async def completions(request: Request) -> Response:
     """Continue one prompt or several."""
     service = service_of(request)
-    call = parse(CompletionRequest, await service.bodies.read_json(request))
+    call = await service.bodies.read(request, partial(parse, CompletionRequest))
     service.check_model(call.model)
     params = call.sampling_params()
     deadline = service.deadline()

@@ -15,6 +15,7 @@ from kvire.server.tools import MAX_TOOLS, checked_tool_choice, checked_tools
 from kvire.store.session_file import SessionError, check_name
 
 MAX_MESSAGES = 4096
+MAX_PAST_CALLS = 4096  # tool calls of all messages
 MAX_STOP_TOKENS = 1024
 MAX_PROMPTS = MAX_SAMPLES  # prompts times n, too
 MAX_NAME_CHARS = 256
@@ -88,6 +89,22 @@ def _content(value: Any) -> Any:
     return value
 
 
+def _messages(value: Any) -> Any:
+    """Counts, before each message is looked at: that takes half a second for 40,000 tool calls."""
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
+        raise ValueError(f"must be a list of 1 to {MAX_MESSAGES} messages")
+    calls = [message.get("tool_calls") for message in value if isinstance(message, dict)]
+    if sum(len(each) for each in calls if isinstance(each, list)) > MAX_PAST_CALLS:
+        raise ValueError(f"must not hold more than {MAX_PAST_CALLS} tool calls")
+    return value
+
+
+def _template_options(value: Any) -> dict[str, bool]:
+    if not isinstance(value, dict) or any(k != "enable_thinking" or type(v) is not bool for k, v in value.items()):
+        raise ValueError("takes enable_thinking (true or false) and nothing else")
+    return value
+
+
 def _session_name(name: str) -> str:
     try:
         check_name(name)
@@ -124,7 +141,7 @@ class Message(_Record):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | list[Any] | None, BeforeValidator(_content)] = None
     name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
-    tool_calls: Annotated[list[PastToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[PastToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
     reasoning_content: str | None = None
     function_call: None = None
@@ -159,7 +176,7 @@ class SamplingFields(_Record):
     seed: int | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_integer_keys)] = {}
     stop: Annotated[list[str], BeforeValidator(_stop_strings)] = []
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] = []
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] = []
     ignore_eos: bool = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     store: bool = True
@@ -186,14 +203,14 @@ class ChatRequest(SamplingFields):
     session: name of a chat that the server keeps; messages are then only the new ones (server/sessions.py).
     """
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(fail_fast=True), BeforeValidator(_messages)]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     tools: Annotated[list[dict[str, Any]], BeforeValidator(checked_tools)] = []
     tool_choice: Annotated[Any, BeforeValidator(checked_tool_choice)] = "auto"
     parallel_tool_calls: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Annotated[dict[str, bool], BeforeValidator(_template_options)] = {}
     session: Annotated[str, AfterValidator(_session_name)] | None = None
 
     def check(self) -> None:
@@ -206,9 +223,6 @@ class ChatRequest(SamplingFields):
             raise ApiError(400, message, param="store")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        if any(k != "enable_thinking" or type(v) is not bool for k, v in self.chat_template_kwargs.items()):
-            message = "chat_template_kwargs takes enable_thinking (true or false) and nothing else"
-            raise ApiError(400, message, param="chat_template_kwargs")
 
     def sampling_params(self, max_model_len: int) -> SamplingParams:
         """Raises ApiError 400. Without a limit, the answer may fill the context."""

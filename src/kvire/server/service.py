@@ -20,7 +20,7 @@ from kvire.server.metrics import Metrics
 from kvire.server.options import ServerOptions
 from kvire.server.schemas import SamplingFields
 from kvire.server.token_text import TokenText
-from kvire.server.tools import chat_template
+from kvire.server.tools import as_templates_expect, chat_template
 from kvire.server.workers import Workers
 from kvire.store.sessions import Sessions
 
@@ -76,11 +76,12 @@ class Service:
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, bool]
     ) -> tuple[int, ...]:
         """Token ids of a conversation. Raises ApiError, RequestError or QueueFullError."""
-        chars = sum(_chars(message) for message in messages) + (len(str(tools)) if tools else 0)
-        self._check_chars(chars, "messages")
-        return await self._encode(
-            "messages", lambda: encode_chat(self.tokenizer, messages, tools or None, options), room=1
-        )
+
+        def encode() -> tuple[int, ...]:
+            self._check_chars(_chat_chars(messages, tools), "messages")
+            return encode_chat(self.tokenizer, as_templates_expect(messages), tools or None, options)
+
+        return await self._encode("messages", encode, room=1)
 
     async def continue_chat(
         self,
@@ -90,8 +91,12 @@ class Service:
         options: dict[str, bool],
     ) -> ChatPrompt:
         """The same for a session, whose last prompt and answer had the ids `known`."""
-        self._check_chars(sum(_chars(message) for message in messages) + (len(str(tools)) if tools else 0), "session")
-        prompt = await self.workers.run(continue_chat, self.tokenizer, messages, known, tools or None, options)
+
+        def encode() -> ChatPrompt:
+            self._check_chars(_chat_chars(messages, tools), "session")
+            return continue_chat(self.tokenizer, as_templates_expect(messages), known, tools or None, options)
+
+        prompt = await self.workers.run(encode)
         self._check_length(len(prompt.token_ids), "session", room=1)
         return prompt
 
@@ -168,6 +173,10 @@ def service_of(request: HttpRequest) -> Service:
 def _too_long(what: str, max_model_len: int, param: str) -> ApiError:
     message = f"{what}, but prompt and answer together may have {max_model_len} tokens here, one of them for the answer"
     return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def _chat_chars(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> int:
+    return sum(map(_chars, messages)) + (len(str(tools)) if tools else 0)
 
 
 def _chars(message: dict[str, Any]) -> int:

@@ -68,14 +68,13 @@ class Turn:
         session = await _stored(sessions.load, tenant, name)
         return cls(service, sessions, tenant, session or Session(name), new)
 
-    async def encode(
-        self, history: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, bool]
-    ) -> tuple[int, ...]:
-        """Token ids of the prompt, those of the session first where they still say the same. history: as templates
-        expect the messages. Raises ApiError, RequestError or QueueFullError.
+    async def encode(self, tools: list[dict[str, Any]], options: dict[str, bool]) -> tuple[int, ...]:
+        """Token ids of the prompt, those of the session first where they still say the same.
+
+        Raises ApiError, RequestError or QueueFullError.
         """
         known = self._session.known_ids(self._model)
-        self._prompt = await self._service.continue_chat(history, known, tools, options)
+        self._prompt = await self._service.continue_chat(self.messages, known, tools, options)
         return self._prompt.token_ids
 
     async def keep(self, answer: dict[str, Any], token_ids: Sequence[int]) -> None:

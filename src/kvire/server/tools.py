@@ -2,12 +2,13 @@
 
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 from kvire.engine.detokenizer import Detokenizer
 from kvire.engine.request import Output
 from kvire.server.errors import ApiError
-from kvire.server.limits import json_depth
+from kvire.server.limits import check_structure, json_depth, parse_json
 from kvire.server.tool_formats import FORMATS, Parsed, ToolFormat
 
 MAX_TOOLS = 128
@@ -30,10 +31,10 @@ def checked_tools(value: Any) -> list[dict[str, Any]]:
             raise ValueError("a function's description must be a text")
         if not (function.get("parameters") is None or isinstance(function["parameters"], dict)):
             raise ValueError("a function's parameters must be a JSON schema, an object")
-    if json_depth(value) - 1 > MAX_TOOL_DEPTH:
-        raise ValueError(f"a tool is nested deeper than {MAX_TOOL_DEPTH} levels")
     if len(json.dumps(value, ensure_ascii=False)) > MAX_TOOLS_CHARS:
         raise ValueError(f"the tools are longer than {MAX_TOOLS_CHARS} characters")
+    if json_depth(value) - 1 > MAX_TOOL_DEPTH:
+        raise ValueError(f"a tool is nested deeper than {MAX_TOOL_DEPTH} levels")
     return value
 
 
@@ -44,8 +45,17 @@ def checked_tool_choice(value: Any) -> Any:
     return value
 
 
-def with_parsed_arguments(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """A message of the history with its calls' arguments as objects, which is what templates expect."""
+def as_templates_expect(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with their calls' arguments, which are JSON in a text, as objects. Raises ApiError 400.
+
+    What a text may hold is bounded as a body is, and all texts together like one.
+    """
+    calls = (call for message in messages for call in message.get("tool_calls") or ())
+    check_structure(call["function"]["arguments"].encode() for call in calls)
+    return [_with_parsed_arguments(message, i) for i, message in enumerate(messages)]
+
+
+def _with_parsed_arguments(message: dict[str, Any], index: int) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -56,12 +66,10 @@ def with_parsed_arguments(message: dict[str, Any], index: int) -> dict[str, Any]
 
 
 def _object(call: dict[str, Any], param: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call["function"]["arguments"] or "{}")
-        if isinstance(arguments, dict) and json_depth(arguments) <= MAX_TOOL_DEPTH:
+    with suppress(ApiError):
+        arguments = parse_json((call["function"]["arguments"] or "{}").encode())
+        if json_depth(arguments) <= MAX_TOOL_DEPTH:
             return arguments
-    except (ValueError, RecursionError):
-        pass
     raise ApiError(400, f"{param}: must be a JSON object of at most {MAX_TOOL_DEPTH} levels", param=param)
 
 
