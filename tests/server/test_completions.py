@@ -57,6 +57,19 @@ def test_echo(shared, stream):
     assert complete(shared, prompt=ids, max_tokens=4, echo=True)["choices"][0]["text"] == text
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_every_sample_echoes_the_scored_prompt(shared, stream):
+    body = GREEDY | {"prompt": ["one prompt", "and another"], "max_tokens": 4, "echo": True, "logprobs": 2}
+    alone = shared.post("/v1/completions", body).json["choices"]
+    answer = shared.post("/v1/completions", body | {"n": 3, "stream": stream})
+    assert answer.status == 200
+    told = [choice for event in (answer.events[:-1] if stream else [answer.json]) for choice in event["choices"]]
+    for i in range(6):
+        pieces = [choice["logprobs"] for choice in told if choice["index"] == i and choice["logprobs"]]
+        tokens = [token for piece in pieces for token in piece["tokens"]]
+        assert tokens == alone[i // 3]["logprobs"]["tokens"]
+
+
 def test_echo_without_new_tokens_scores_or_warms_a_prompt(fresh):
     prompt = words(5, 50)
     answer = complete(fresh, prompt=prompt, max_tokens=0, echo=True)

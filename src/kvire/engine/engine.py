@@ -288,6 +288,7 @@ class Engine:
         """The prompt is computed: let the other samples share it, as far as there are seats."""
         siblings, seq.siblings = seq.siblings, []
         for sibling in siblings:
+            sibling.prompt_logprobs = seq.prompt_logprobs
             if self.config.kv_cache == "paged" and len(self.scheduler.running) < self.config.max_num_seqs:
                 self.scheduler.fork(seq, sibling)
                 self._next_token(sibling, logits)

@@ -124,9 +124,9 @@ class Output:
     index: which of the n answers. token_ids: new tokens. text: new text that is safe to show.
     logprobs: one entry per new token if asked for. finish_reason: "stop", "length" or "abort" on the
     last output, else None. stop_reason: the stop string or token id that ended it, if one did.
-    cache: the prompt's CacheReport, on the first and last output. prompt_logprobs: on the first
-    output, if asked for; None stands for the first token, which nothing predicts. load_s, prefill_s: on the first
-    output, seconds since the prompt got memory that went by waiting for the store, and otherwise.
+    cache: the prompt's CacheReport, on the first and last output. prompt_logprobs: on the first output of
+    each answer, if asked for; None stands for the first token, which nothing predicts. load_s, prefill_s:
+    on the first output, seconds since the prompt got memory that went by waiting for the store, and otherwise.
     """
 
     request_id: str

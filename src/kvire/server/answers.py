@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import replace
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -63,7 +64,7 @@ class Answers:
                 waiting.discard(item.request_id)
                 self._metrics.ttft_s.observe(monotonic() - self._started)
             unfinished -= item.finish_reason is not None
-            self._collectors[index[item.request_id]].add(item)
+            self._collectors[index[item.request_id]].add(_without_logprobs(item))
             yield index[item.request_id], item
 
     def results(self) -> list[Result]:
@@ -77,6 +78,13 @@ class Answers:
     def _abort(self) -> None:
         for request in self.requests:
             self._client.abort(request.request_id)
+
+
+def _without_logprobs(output: Output) -> Output:
+    """For the sums of a request; its log-probabilities are written at once, and may be many."""
+    if output.logprobs is None and output.prompt_logprobs is None:
+        return output
+    return replace(output, logprobs=None, prompt_logprobs=None)
 
 
 def usage(results: Sequence[Result]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from kvire.engine.request import Output
 from kvire.server.answers import until_client_gone
 from kvire.server.errors import ApiError
-from kvire.server.reply import Choice, Reply, whole_answer
+from kvire.server.reply import Choice, Reply, merged_logprobs, whole_answer
 from kvire.server.schemas import ChatRequest, parse
 from kvire.server.service import Service, Sharing, service_of, tenant_of
 from kvire.server.sessions import SessionResponse, Turn
@@ -89,20 +89,32 @@ class ChatReply(Reply):
             return []
         return [choice]
 
-    def join(self, pieces: list[Choice]) -> Choice:
+    def merge(self, pieces: list[Choice]) -> Choice:
         """See Reply."""
         deltas = [piece["delta"] for piece in pieces]
-        content = "".join(delta.get("content", "") for delta in deltas)
-        calls = [_without_index(call) for delta in deltas for call in delta.get("tool_calls", [])]
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if calls:
-            message |= {"content": content or None, "tool_calls": calls}
-        entries = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"]["content"]]
+        delta: dict[str, Any] = {"content": "".join(delta.get("content", "") for delta in deltas)}
+        if calls := [call for delta in deltas for call in delta.get("tool_calls", [])]:
+            delta["tool_calls"] = calls
         return {
             "index": pieces[0]["index"],
-            "message": message,
-            "logprobs": {"content": entries} if self._call.logprobs else None,
+            "delta": delta,
+            "logprobs": merged_logprobs(pieces),
             "finish_reason": pieces[-1]["finish_reason"],
+        }
+
+    def join(self, pieces: list[Choice]) -> Choice:
+        """See Reply."""
+        merged = self.merge(pieces)
+        content, calls = merged["delta"]["content"], merged["delta"].get("tool_calls")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": [_without_index(call) for call in calls]}
+        logprobs = merged["logprobs"] or {"content": []} if self._call.logprobs else None
+        return {
+            "index": merged["index"],
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": merged["finish_reason"],
         }
 
     def extra(self) -> dict[str, Any]:
@@ -113,7 +125,7 @@ class ChatReply(Reply):
 
     async def _keep(self, turn: Turn, choice: Choice, output: Output) -> None:
         """Put the answer into the session once it is whole, before its end is told."""
-        self._pieces.append(choice)
+        self._pieces.append(choice | {"logprobs": None})
         self._token_ids += output.token_ids
         if output.finish_reason in {"stop", "length"}:
             message = self.join(self._pieces)["message"]

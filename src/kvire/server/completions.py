@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from kvire.engine.request import Output
 from kvire.server.answers import until_client_gone
-from kvire.server.reply import Choice, Reply, whole_answer
+from kvire.server.reply import Choice, Reply, merged_logprobs, whole_answer
 from kvire.server.schemas import CompletionRequest, parse
 from kvire.server.service import Service, Sharing, service_of
 from kvire.server.stream import EventStream
@@ -66,18 +66,18 @@ class CompletionReply(Reply):
             return []
         return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}]
 
-    def join(self, pieces: list[Choice]) -> Choice:
+    def merge(self, pieces: list[Choice]) -> Choice:
         """See Reply."""
-        logprobs = None
-        for piece in pieces:
-            if piece["logprobs"] is not None:
-                logprobs = _joined(logprobs, piece["logprobs"]) if logprobs else piece["logprobs"]
         return {
             "index": pieces[0]["index"],
             "text": "".join(piece["text"] for piece in pieces),
-            "logprobs": logprobs,
+            "logprobs": merged_logprobs(pieces),
             "finish_reason": pieces[-1]["finish_reason"],
         }
+
+    def join(self, pieces: list[Choice]) -> Choice:
+        """See Reply."""
+        return self.merge(pieces)
 
     def _echo(self, prompt: int, index: int, output: Output) -> tuple[str, dict[str, Any] | None]:
         """(the prompt's text, its logprobs if asked for)."""

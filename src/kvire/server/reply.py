@@ -1,5 +1,6 @@
 """One OpenAI answer, whole or streamed: the same pieces make both, so that they cannot differ."""
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,10 +11,11 @@ from starlette.responses import Response
 from kvire.engine.request import Output
 from kvire.engine.result import Result
 from kvire.server.answers import Answers, provenance, usage
-from kvire.server.json_text import json_response
+from kvire.server.json_text import JsonText, is_large, json_pieces, json_text
 from kvire.server.service import Service, new_id
 
 Choice = dict[str, Any]
+MERGED_PIECES = 256  # an answer's tokens are held as one piece each until there are so many
 
 
 class Reply(ABC):
@@ -31,6 +33,10 @@ class Reply(ABC):
     @abstractmethod
     async def take(self, prompt: int, output: Output) -> list[Choice]:
         """Pieces of choices that an output adds, as a chunk shows them; the last has a finish_reason."""
+
+    @abstractmethod
+    def merge(self, pieces: list[Choice]) -> Choice:
+        """One piece that says the same as these of one choice."""
 
     @abstractmethod
     def join(self, pieces: list[Choice]) -> Choice:
@@ -72,6 +78,37 @@ async def whole_answer(answers: Answers, reply: Reply) -> Response:
     async with answers:
         async for prompt, output in answers.outputs():
             for piece in await reply.take(prompt, output):
-                pieces.setdefault(piece["index"], []).append(piece)
+                of_choice = pieces.setdefault(piece["index"], [])
+                of_choice.append(await _packed(piece))
+                if len(of_choice) == MERGED_PIECES:
+                    of_choice[:] = [reply.merge(of_choice)]
     choices = [reply.join(pieces[index]) for index in sorted(pieces)]
-    return json_response(reply.body(choices, answers.results()))
+    body = reply.body(choices, answers.results())
+
+    def text() -> bytes:
+        return "".join(json_pieces(body)).encode("ascii")
+
+    return Response(await asyncio.to_thread(text) if is_large(body) else text(), media_type="application/json")
+
+
+def merged_logprobs(pieces: list[Choice]) -> dict[str, list[Any]] | None:
+    """The logprobs objects of all pieces as one."""
+    objects = [piece["logprobs"] for piece in pieces if piece["logprobs"] is not None]
+    if not objects:
+        return None
+    return {name: [entry for each in objects for entry in each[name]] for name in objects[0]}
+
+
+async def _packed(piece: Choice) -> Choice:
+    """The piece with its log-probabilities as the text that they become, which takes a seventh of the memory."""
+    logprobs = piece["logprobs"]
+    if logprobs is None:
+        return piece
+
+    def texts() -> dict[str, list[Any]]:
+        return {
+            name: [JsonText(json_text(entry)) if isinstance(entry, dict) else entry for entry in entries]
+            for name, entries in logprobs.items()
+        }
+
+    return {**piece, "logprobs": await asyncio.to_thread(texts) if is_large(logprobs) else texts()}

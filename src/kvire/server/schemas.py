@@ -19,6 +19,8 @@ MAX_PAST_CALLS = 4096  # tool calls of all messages
 MAX_STOP_TOKENS = 1024
 MAX_PROMPTS = MAX_SAMPLES  # prompts times n, too
 MAX_NAME_CHARS = 256
+MAX_ECHO_CHARS = 8 * 1024 * 1024  # of all prompts, each n times
+CHARS_PER_ECHOED_ID = 16  # at most, of nearly all tokens
 DEFAULT_COMPLETION_TOKENS = 16  # as the OpenAI API has it; a chat goes on until it ends
 
 # Accepted, and without effect on the answer.
@@ -245,8 +247,15 @@ class CompletionRequest(SamplingFields):
         super().check()
         if len(self.prompt) * self.n > MAX_PROMPTS:
             raise ApiError(400, f"the number of prompts times n must be at most {MAX_PROMPTS}", param="n")
+        if self.echo and self._echoed_chars() > MAX_ECHO_CHARS:
+            message = f"with echo, the prompts times n must be at most {MAX_ECHO_CHARS} characters; send fewer"
+            raise ApiError(400, message, param="echo")
         if self.max_tokens == 0 and not self.echo:
             raise ApiError(400, "max_tokens may be 0 only with echo", param="max_tokens")
+
+    def _echoed_chars(self) -> int:
+        each = (len(prompt) * (1 if isinstance(prompt, str) else CHARS_PER_ECHOED_ID) for prompt in self.prompt)
+        return self.n * sum(each)
 
     def sampling_params(self) -> SamplingParams:
         """Raises ApiError 400."""

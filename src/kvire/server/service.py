@@ -25,6 +25,7 @@ from kvire.server.workers import Workers
 from kvire.store.sessions import Sessions
 
 TOKENISING_THREADS = 2
+MAX_LOGPROBS_TOGETHER = 524_288  # of one answer: about 40 MB of JSON
 # Text of more characters than this per token of context cannot fit, unless it is mostly white space.
 # Ordinary text has 3 to 5; tokenising the difference would be work for nothing.
 MAX_CHARS_PER_TOKEN = 32
@@ -118,11 +119,26 @@ class Service:
         if len(prompts) > self.client.engine.config.max_queue:
             message = f"this server takes at most {self.client.engine.config.max_queue} prompts in one request"
             raise ApiError(400, message, param="prompt")
+        self._check_logprobs(prompts, params)
         requests = [
             Request(f"{reply_id}-{i}", ids, params, sharing.tenant, sharing.cache_salt, sharing.store)
             for i, ids in enumerate(prompts)
         ]
         return Answers(self.client, requests, self.metrics)
+
+    def _check_logprobs(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> None:
+        per_prompt_token = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
+        per_token = 0 if params.logprobs is None else 1 + params.logprobs
+        together = 0
+        for prompt in prompts:
+            longest = min(params.max_tokens, self.max_model_len - len(prompt))
+            together += params.n * (len(prompt) * per_prompt_token + longest * per_token)
+        if together > MAX_LOGPROBS_TOGETHER:
+            message = (
+                f"the answer could hold {together} log-probabilities: n x max_tokens x (1 + top_logprobs), and with "
+                f"echo the prompt's. One answer may hold {MAX_LOGPROBS_TOGETHER}: ask for fewer, or for shorter answers"
+            )
+            raise ApiError(400, message, param="logprobs", code="too_many_logprobs")
 
     async def _encode(self, param: str, encode: Callable[[], tuple[int, ...]], room: int) -> tuple[int, ...]:
         token_ids = await self.workers.run(encode)

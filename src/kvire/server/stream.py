@@ -7,7 +7,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvire.server.answers import Answers, until_client_gone
 from kvire.server.errors import api_error, log_failure
-from kvire.server.json_text import json_text
+from kvire.server.json_text import json_text, written
 from kvire.server.reply import Choice, Reply
 
 # After an error the client may read no more; it gets this long to take the last event.
@@ -52,7 +52,7 @@ class EventStream(Response):
         async for prompt, output in self._answers.outputs():
             for piece in await self._reply.take(prompt, output):
                 for choice in [piece] if piece["finish_reason"] is None else held:
-                    await _send(send, json_text(self._reply.event([choice], with_usage=self._with_usage)))
+                    await _send(send, await written(self._reply.event([choice], with_usage=self._with_usage)))
                 held = [piece] if piece["finish_reason"] is not None else held
         await self._send_last(send, held)
 
@@ -68,9 +68,9 @@ class EventStream(Response):
     async def _send_last(self, send: Send, choices: list[Choice]) -> None:
         results = self._answers.results()
         if self._with_usage:
-            await _send(send, json_text(self._reply.event(choices, with_usage=True)))
+            await _send(send, await written(self._reply.event(choices, with_usage=True)))
             choices = []
-        await _send(send, json_text(self._reply.last_event(results, choices, with_usage=self._with_usage)))
+        await _send(send, await written(self._reply.last_event(results, choices, with_usage=self._with_usage)))
         await _send(send, "[DONE]")
 
 
