@@ -1,7 +1,7 @@
 """Conversations to token ids, through the model's own chat template.
 
 transformers renders templates in an immutable Jinja sandbox; they come from the model's directory
-only, never from a request.
+only, never from a request, and have RENDER_TIMEOUT_S for each conversation.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,9 @@ from typing import Any
 from jinja2 import TemplateError
 
 from kvire.core.errors import RequestError
+from kvire.models.time_limit import within
 
+RENDER_TIMEOUT_S = 10.0  # 4,096 messages take a tenth of a second
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -75,16 +77,25 @@ def _rendered(
     plain = [_plain_message(message, i) for i, message in enumerate(messages)]
     if not plain:
         raise RequestError("messages is empty: it must hold at least one message")
-    try:
+
+    def render() -> str:
         text: str = tokenizer.apply_chat_template(
             plain, tools=tools, tokenize=False, add_generation_prompt=True, **(options or {})
         )
+        return text
+
+    try:
+        return within(RENDER_TIMEOUT_S, render)
+    except TimeoutError as error:
+        raise RequestError(
+            f"the model's chat template did not finish within {RENDER_TIMEOUT_S:g} s: send a shorter conversation, or "
+            "use another model"
+        ) from error
     except TemplateError as error:
         raise RequestError(f"the model's chat template refuses these messages: {error}") from error
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         # Templates are programs too; what they stumble over is in the messages.
         raise RequestError("the model's chat template cannot render these messages or tools") from error
-    return text
 
 
 def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
