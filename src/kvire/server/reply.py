@@ -100,7 +100,7 @@ def merged_logprobs(pieces: list[Choice]) -> dict[str, list[Any]] | None:
 
 
 async def _packed(piece: Choice) -> Choice:
-    """The piece with its log-probabilities as the text that they become, which takes a seventh of the memory."""
+    """The piece with its log-probabilities as the text that they become, which takes much less memory."""
     logprobs = piece["logprobs"]
     if logprobs is None:
         return piece
