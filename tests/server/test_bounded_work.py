@@ -123,20 +123,20 @@ def log_probabilities_are_held_as_text() -> None:
 
 def log_probabilities_of_an_answer_are_bounded() -> None:
     """Where each of n, max_tokens and top_logprobs is within its own bound; what the context leaves is what counts."""
-    with running(tiny_engine()) as served, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service, "MAX_LOGPROBS_TOGETHER", 4000)
+    with running(tiny_engine(max_model_len=128)) as served, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service, "MAX_LOGPROBS_TOGETHER", 400)
         chat = {"messages": [HI], "logprobs": True, "ignore_eos": True}
-        scored = {"prompt": "x" * 999, "max_tokens": 1, "echo": True, "logprobs": 1}
+        scored = {"prompt": "x" * 99, "max_tokens": 1, "echo": True, "logprobs": 1}
         for path, within, over in (
-            (CHAT, chat | {"top_logprobs": 3, "max_tokens": 10, "n": 100}, {"n": 101}),
-            (CHAT, chat | {"top_logprobs": 9, "max_tokens": 100, "n": 4}, {"max_tokens": 101}),
-            (CHAT, chat | {"top_logprobs": 0}, {"top_logprobs": 2}),
+            (CHAT, chat | {"top_logprobs": 3, "max_tokens": 10, "n": 10}, {"n": 11}),
+            (CHAT, chat | {"top_logprobs": 9, "max_tokens": 10, "n": 4}, {"max_tokens": 11}),
+            (CHAT, chat | {"top_logprobs": 0}, {"top_logprobs": 4}),
             ("/v1/completions", scored | {"n": 2}, {"n": 3}),
         ):
             assert served.post(path, within).status == 200
             refused = served.post(path, within | over)
             assert refused.status == 400
-            assert refused.error["code"] == "too_many_logprobs" and "4000" in refused.error["message"]
+            assert refused.error["code"] == "too_many_logprobs" and "400" in refused.error["message"]
 
 
 def echoes_are_bounded() -> None:
