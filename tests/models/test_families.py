@@ -254,6 +254,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "2 no_rope_layers for 36"),
     ({"model_type": "gpt2", "n_embd": 8}, "hidden_size 8 for 12 heads"),
     ({"model_type": "mistral", "layer_types": ["full_attention"] * 32}, "ministral"),
+    ({"model_type": "mistral", "sliding_window": -1}, "sliding_window -1, which is no window: write null"),
+    ({"model_type": "gemma2", "sliding_window": 0}, "sliding_window 0, which is no window: write null"),
     ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32}, "no sliding_window"),
     ({"model_type": "qwen3", "layer_types": ["full_attention"] * 3}, "3 layer_types for 32"),
     ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 32}, "chunked_attention"),

@@ -108,6 +108,69 @@ MISTRAL_7B: Config = {
     "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 32768, "max_position_embeddings": 32768,
     "sliding_window": None, "tie_word_embeddings": False,
 }  # fmt: skip
+GPT_2: Config = {
+    "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+    "vocab_size": 50257, "attn_pdrop": 0.1, "layer_norm_epsilon": 1e-05, "summary_type": "cls_index",
+    "architectures": ["GPT2LMHeadModel"], "task_specific_params": {"text-generation": {"max_length": 50}},
+}  # fmt: skip
+PYTHIA: Config = {
+    "model_type": "gpt_neox", "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16,
+    "num_hidden_layers": 24, "vocab_size": 50304, "max_position_embeddings": 2048, "rotary_pct": 0.25,
+    "use_parallel_residual": True, "layer_norm_eps": 1e-05, "tie_word_embeddings": False,
+}  # fmt: skip
+PHI_2: Config = {
+    "model_type": "phi", "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "num_hidden_layers": 32, "vocab_size": 51200, "max_position_embeddings": 2048,
+    "qk_layernorm": False, "partial_rotary_factor": 0.4, "embd_pdrop": 0.0,
+}  # fmt: skip
+PHI_4_MINI: Config = {
+    "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24,
+    "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 200064, "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096, "sliding_window": 262144, "partial_rotary_factor": 0.75,
+    "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+}  # fmt: skip
+STARCODER_2_3B: Config = {
+    "model_type": "starcoder2", "hidden_size": 3072, "intermediate_size": 12288, "num_attention_heads": 24,
+    "num_key_value_heads": 2, "num_hidden_layers": 30, "vocab_size": 49152, "max_position_embeddings": 16384,
+    "sliding_window": 4096, "use_bias": True, "mlp_type": "default", "norm_type": "layer_norm", "norm_epsilon": 1e-05,
+}  # fmt: skip
+STABLELM_2: Config = {
+    "model_type": "stablelm", "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "num_hidden_layers": 24, "vocab_size": 100352, "max_position_embeddings": 4096,
+    "use_qkv_bias": True, "rope_theta": 10000, "partial_rotary_factor": 0.25, "tie_word_embeddings": False,
+}  # fmt: skip
+OLMOE: Config = {
+    "model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "num_hidden_layers": 16, "num_experts": 64, "num_experts_per_tok": 8, "clip_qkv": None,
+    "vocab_size": 50304, "max_position_embeddings": 4096, "router_aux_loss_coef": 0.01,
+}  # fmt: skip
+QWEN_15_MOE: Config = {
+    "model_type": "qwen2_moe", "hidden_size": 2048, "intermediate_size": 5632, "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "num_hidden_layers": 24, "num_experts": 60, "num_experts_per_tok": 4, "decoder_sparse_step": 1,
+    "vocab_size": 151936, "max_position_embeddings": 8192, "sliding_window": 32768, "use_sliding_window": False,
+    "max_window_layers": 21,
+}  # fmt: skip
+SMOLLM_3: Config = {
+    "model_type": "smollm3", "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "num_hidden_layers": 36, "vocab_size": 128256, "max_position_embeddings": 65536,
+    "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "layer_types": ["full_attention"] * 36,
+    "max_window_layers": 28, "use_sliding_window": False, "sliding_window": None,
+}  # fmt: skip
+HUNYUAN_A13B: Config = {
+    "model_type": "hunyuan_v1_moe", "hidden_size": 4096, "intermediate_size": 3072, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "attention_head_dim": 128, "num_hidden_layers": 32, "num_experts": 64,
+    "moe_topk": [8] * 32, "moe_intermediate_size": [3072] * 32, "num_shared_expert": [1] * 32, "use_cla": False,
+    "cla_share_factor": 2, "use_mla": False, "kv_lora_rank": 512, "v_head_dim": 128, "vocab_size": 128167,
+    "max_position_embeddings": 32768, "use_qk_norm": True, "moe_layer_num_skipped": 0, "tie_word_embeddings": True,
+}  # fmt: skip
+MINIMAX_M2: Config = {
+    "model_type": "minimax_m2", "hidden_size": 3072, "intermediate_size": 1536, "num_attention_heads": 48,
+    "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 62, "attn_type_list": [1] * 62,
+    "num_local_experts": 256, "num_experts_per_tok": 8, "num_mtp_modules": 3, "mtp_transformer_layers": 1,
+    "use_mtp": True, "qk_norm_type": "per_layer", "use_qk_norm": True, "rotary_dim": 64, "vocab_size": 200064,
+    "max_position_embeddings": 196608, "quantization_config": {"quant_method": "fp8"},
+}  # fmt: skip
 
 
 def _inside(outer: str, field: str, inner: Config, **around: Any) -> Config:
@@ -137,6 +200,17 @@ KNOWN: dict[str, tuple[Config, int, int, int | None]] = {
     "olmo-1b": (OLMO_1B, 131_072, 0, 1_176_764_416),
     "qwen2.5-7b": (QWEN_25_7B, 57_344, 0, 7_615_616_512),
     "mistral-7b-v0.3": (MISTRAL_7B, 131_072, 0, 7_248_023_552),
+    "gpt2": (GPT_2, 36_864, 0, 124_439_808),
+    "pythia-1.4b": (PYTHIA, 196_608, 0, 1_414_647_808),
+    "phi-2": (PHI_2, 327_680, 0, 2_779_683_840),
+    "phi-4-mini": (PHI_4_MINI, 0, 131_072 * 262_144, 3_836_021_760),
+    "starcoder2-3b": (STARCODER_2_3B, 0, 30_720 * 4096, 3_030_371_328),
+    "stablelm-2-1.6b": (STABLELM_2, 196_608, 0, 1_644_515_328),
+    "olmoe-1b-7b": (OLMOE, 131_072, 0, 6_919_161_856),
+    "qwen1.5-moe-a2.7b": (QWEN_15_MOE, 196_608, 0, 14_315_784_192),
+    "smollm3-3b": (SMOLLM_3, 73_728, 0, 3_075_098_624),
+    "hunyuan-a13b": (HUNYUAN_A13B, 131_072, 0, None),
+    "minimax-m2": (MINIMAX_M2, 253_952, 0, None),
 }
 
 
@@ -237,6 +311,11 @@ def test_heads_and_fields_in_every_spelling(name: str) -> None:
 REFUSED: list[tuple[Config, str]] = [
     ({**OLMO_1B, "num_key_value_heads": [16] * 16}, "num_key_value_heads"),
     ({**GEMMA_2_9B, "sliding_window_size": 1024}, "sliding_window_size"),
+    ({**HUNYUAN_A13B, "use_cla": True}, "use_cla"),
+    ({**HUNYUAN_A13B, "moe_topk": [8] * 31 + [1]}, "moe_topk"),
+    ({**HUNYUAN_A13B, "attention_head_dim": 64}, "attention_head_dim"),
+    ({**PHI_4_MINI, "full_attn_mod": 2}, "full_attn_mod"),
+    ({**MINIMAX_M2, "attn_type_list": [1] * 61 + [0]}, "attn_type_list"),
     ({**GEMMA_3_27B["text_config"], "sliding_window": None}, "sliding layers but no sliding_window"),
     (_inside("qwen3_vl", "text_config", {**QWEN_3_8B, "model_type": "mamba"}), "mamba"),
     (_inside("qwen3_vl", "text_config", {**QWEN_3_8B, "kv_compression_ratio": 2}), "kv_compression_ratio"),
@@ -280,6 +359,8 @@ def test_kv_does_not_depend_on_how_weights_are_kept(name: str) -> None:
     assert any("quantised" in note for note in found.notes) == (name != "fp8")
     assert any("--weights-dtype" in note for note in found.notes) == (dtype == "bfloat16")
     assert found.weights.size_bytes("int4") == plain.weights.size_bytes("int4")
+    older = read_shape({**QWEN_25_7B, "compression_config": settings})
+    assert older.weights == found.weights
 
 
 def test_whose_allocation_the_bytes_are() -> None:

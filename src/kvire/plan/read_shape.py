@@ -13,7 +13,7 @@ from kvire.plan.families.wrappers import language_model
 from kvire.plan.quantised import checkpoint_weights
 from kvire.plan.shape import Draft, IndexLayers, Shape, StateLayers, Weights
 
-DRAFT_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+DRAFT_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
 # Without these a config is a fragment: what its class would fill in is some other model's size.
 MUST_STATE = ("num_hidden_layers", "hidden_size", "kv_lora_rank")
 
@@ -79,6 +79,7 @@ def _weights(
     hidden, vocabulary = fields.whole("hidden_size"), fields.whole("vocab_size")
     embeddings = vocabulary * hidden * (1 if fields.flag("tie_word_embeddings") else 2)
     mixing = sum(mixer.parameters(hidden) for mixer in mixers if mixer is not None)
+    fields.get("quantization_config"), fields.get("compression_config")
     dtypes, notes = checkpoint_weights(config)
     weights = Weights(
         dense=embeddings + mixing + sum(feed.dense for feed in feeds) + outside,

@@ -166,8 +166,8 @@ def shared_by_width(field: str, *, gate: bool = False) -> Callable[[Fields], int
 
 
 def shared_like_dense(f: Fields) -> int:
-    """One more expert as wide as a plain feed-forward part, for every token."""
-    return gated(f, f.whole("intermediate_size"))
+    """Hunyuan: experts as wide as a plain feed-forward part, for every token; one, unless the config says more."""
+    return f.alike("num_shared_expert", 1) * gated(f, f.whole("intermediate_size"))
 
 
 def experts_if_any(f: Fields, _: int) -> Feed:

@@ -15,21 +15,23 @@ _SUSPECT = re.compile(
 )
 # These do not: how scores are scaled and masked, initial values, training, names.
 _HARMLESS = frozenset(
-    """use_cache attention_dropout attention_value_scale attn_logit_softcapping attn_pdrop attn_temperature_tuning
-    attn_scale attn_implementation _attn_implementation query_pre_attn_scalar rope_local_base_freq layer_norm_eps
-    layer_norm_epsilon layernorm_epsilon rms_norm_layer cross_attention_hidden_size moe_layer_freq image_token_index
-    boi_token_index eoi_token_index audio_token_index partial_rotary_factor use_mamba_kernels mamba_hidden_act
-    mamba_ssm_cache_dtype mamba_proj_bias use_conv_bias chunk_size index_topk index_topk_freq router_jitter_noise
-    num_local_experts initial_context_length add_swa_attention_sink_bias add_full_attention_sink_bias swa_rope_theta
-    attention_projection_layout use_bidirectional_attention layerscale_value decoder_sparse_step output_attentions
-    output_hidden_states scale_attn_weights scale_attn_by_inverse_layer_idx reorder_and_upcast_attn
-    attention_multiplier pretraining_tp global_rope_theta local_rope_theta expert_layer_period moe_layers
-    mlp_layer_types qk_layernorm use_qk_norm qk_norm_type attn_type_list mtp_use_dedicated_embeddings use_mtp
-    mlp_only_layers attention_type vocab_size_per_layer_input mtp_transformer_layers cache_implementation layer_switch
-    clip_qkv chunk_size_feed_forward use_parallel_block order_of_interleaved_layers _sliding_window_pattern
-    sliding_window_pattern moe_layer_start_index moe_layer_end_index moe_layer_interval max_window_layers
-    attention_out_bias shared_expert_intermediate_size""".split()  # noqa: SIM905 - seventy names in quotes would be a page
+    """use_cache attention_value_scale attn_logit_softcapping attn_temperature_tuning attn_scale attn_implementation
+    query_pre_attn_scalar rms_norm_layer cross_attention_hidden_size moe_layer_freq image_token_index boi_token_index
+    eoi_token_index audio_token_index partial_rotary_factor use_mamba_kernels mamba_hidden_act mamba_ssm_cache_dtype
+    mamba_proj_bias use_conv_bias chunk_size index_topk index_topk_freq router_jitter_noise num_local_experts
+    initial_context_length add_swa_attention_sink_bias add_full_attention_sink_bias attention_projection_layout
+    use_bidirectional_attention layerscale_value decoder_sparse_step output_attentions output_hidden_states
+    scale_attn_weights scale_attn_by_inverse_layer_idx reorder_and_upcast_attn attention_multiplier pretraining_tp
+    expert_layer_period moe_layers mlp_layer_types qk_layernorm use_qk_norm qk_norm_type attn_type_list
+    mtp_use_dedicated_embeddings use_mtp mlp_only_layers attention_type vocab_size_per_layer_input
+    mtp_transformer_layers cache_implementation layer_switch clip_qkv chunk_size_feed_forward use_parallel_block
+    order_of_interleaved_layers sliding_window_pattern moe_layer_start_index moe_layer_end_index moe_layer_interval
+    max_window_layers attention_out_bias shared_expert_intermediate_size""".split()  # noqa: SIM905 - sixty names in quotes would be a page
 )
+_HARMLESS_FORM = re.compile(
+    r"^(_|rope_|initializer|id2|label2)|flash|(dropout(_prob)?|_pdrop|_eps|_epsilon|_theta|_base_freq|_in_fp32|_coef)$"
+)
+_NEUTRAL = {"full_attn_mod": 1, "compression_ratio": 1}  # with this value they change nothing
 
 
 class Fields:
@@ -133,7 +135,7 @@ class Fields:
     def refuse_unread(self) -> None:
         """Raise UnsupportedModelError if a field that may change what is kept is in use and was not read."""
         for name, value in self._stated.items():
-            if name in self._read or name in _HARMLESS or name.startswith(("rope_", "initializer", "id2", "label2")):
+            if name in self._read or name in _HARMLESS or _HARMLESS_FORM.search(name) or _NEUTRAL.get(name) == value:
                 continue
             if _SUSPECT.search(name) and value not in (None, False, 0, 0.0, [], {}, ""):
                 raise UnsupportedModelError(

@@ -45,12 +45,24 @@ def full_if_softmax(f: Fields) -> list[Mixer]:
     return full(f)
 
 
-def full_unless_shared(f: Fields) -> list[Mixer]:
-    """The same for Hunyuan, unless layers share KV across (use_cla), which no class of transformers does."""
-    if f.flag("use_cla"):
-        raise f.wrong("use_cla", "so that layers share KV in a way that is not known here")
-    f.get("cla_share_factor")
-    return full(f)
+def hunyuan(f: Fields) -> list[Mixer]:
+    """The same, unless what its configs have switches for is in use: KV shared across layers, latents."""
+    for switch in ("use_cla", "use_mla"):
+        if f.flag(switch):
+            raise f.wrong(switch, "so that layers keep KV in a way that is not known here")
+    for unused in (
+        "cla_share_factor",
+        "kv_lora_rank",
+        "q_lora_rank",
+        "qk_rope_head_dim",
+        "qk_nope_head_dim",
+        "v_head_dim",
+    ):
+        f.get(unused)
+    whole = attention(f)
+    if f.whole("attention_head_dim", whole.key_width) != whole.key_width:
+        raise f.wrong("attention_head_dim", f"and heads of {whole.key_width}: which of them counts is not known")
+    return [whole] * f.layers()
 
 
 def one_head_per_query(f: Fields) -> list[Mixer]:

@@ -131,9 +131,9 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": _family(_full, _granitemoe, 2048, 32, 4096, 32, None),
     "granitemoeshared": _family(_full, _granitemoe, 2048, 32, 4096, 32, None),
     "helium": _family(_full, Block(dense(bias="mlp_bias"), bias="attention_bias"), 4096, 24, 2560, 20, 20, 128),
-    "hunyuan_v1_dense": _family(layouts.full_unless_shared, _qwen3, 2048, 32, 4096, 32, None),
+    "hunyuan_v1_dense": _family(layouts.hunyuan, _qwen3, 2048, 32, 4096, 32, None),
     "hunyuan_v1_moe": _family(
-        layouts.full_unless_shared,
+        layouts.hunyuan,
         Block(experts("num_experts", "moe_topk", shared=blocks.shared_like_dense), bias="attention_bias",
               out_bias="attention_bias", qk_norm="head"),
         2048, 32, 4096, 32, None,
