@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "gil.h"
 #include "isa.h"
 
 namespace nb = nanobind;
@@ -58,7 +59,7 @@ nb::bytes digests(const nb::list& pieces, size_t parts) {
     const auto all = held(pieces, parts);
     std::vector<unsigned char> found(kDigestBytes * all.size());
     {
-        nb::gil_scoped_release unlocked;
+        const GilReleased unlocked;
         unsigned char* digest = found.data();
         for (const auto& piece : all) {
             const char* data = piece->data.data();

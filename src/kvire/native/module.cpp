@@ -10,6 +10,7 @@
 
 #include "bulk.h"
 #include "decode_attention.h"
+#include "gil.h"
 #include "isa.h"
 #include "kv_rows.h"
 #include "paged_layer.h"
@@ -63,7 +64,7 @@ void write_kv_at(const PagedLayer& layer, Address k, int64_t k_token_stride, int
     require(tokens >= 0 && (tokens == 0 || (k && v && slots)), "write_kv: k, v and slots are needed");
     require(threads >= 1, "threads must be positive");
     at_most(kMostElements, {tokens});
-    nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     write_kv(layer, {pointer<float>(k), k_token_stride, k_head_stride},
              {pointer<float>(v), v_token_stride, v_head_stride}, pointer<int64_t>(slots), tokens, threads);
 }
@@ -74,7 +75,7 @@ void gather_kv_at(const PagedLayer& layer, Address block_table, int64_t table_wi
     require(table_width >= 0 && threads >= 1, "table_width must not be negative, threads be positive");
     at_most(kMostBlocks, {table_width});
     at_most(kMostElements, {start, length});
-    nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     gather_kv(layer, pointer<int32_t>(block_table), table_width, start, length, pointer<float>(k_out),
               pointer<float>(v_out), threads);
 }
@@ -91,7 +92,7 @@ void decode_attention_at(const PagedLayer& layer, Address queries, int64_t query
     const DecodeBatch batch{pointer<float>(queries), query_stride, query_head_stride, sequences, query_heads,
                             pointer<int32_t>(block_tables), table_stride, table_width, pointer<int32_t>(context_lens),
                             scale, window, softcap, pointer<float>(sinks), pointer<float>(out)};
-    nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     decode_attention(layer, batch, threads);
 }
 
@@ -106,7 +107,7 @@ void prefill_attention_at(const PagedLayer& layer, Address queries, int64_t quer
     const PrefillChunk chunk{pointer<float>(queries), query_stride, query_head_stride, tokens, query_heads,
                              pointer<int32_t>(block_table), table_width, context_len, scale, window, softcap,
                              pointer<float>(sinks), pointer<float>(out)};
-    nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     prefill_attention(layer, chunk, threads);
 }
 
@@ -118,7 +119,7 @@ void linear_rows_at(Address x, int64_t rows, int64_t width, Address weights, int
     at_most(kMostElements, {rows, width, out_width});
     const LinearRows task{pointer<float>(x),   pointer<float>(weights), pointer<float>(bias),
                           pointer<float>(out), rows, width, out_width};
-    nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     parallel_for((out_width + kTaskWeights - 1) / kTaskWeights, threads, [&](int64_t i, int) {
         const int64_t begin = i * kTaskWeights;
         kernels().linear_rows(task, begin, begin + kTaskWeights < out_width ? begin + kTaskWeights : out_width);
@@ -131,7 +132,7 @@ void rms_norm_at(Address x, int64_t rows, int64_t width, Address weights, float 
     require(rows == 0 || (x && weights && out), "rms_norm: x, weights and out are needed");
     at_most(kMostElements, {rows, width});
     const RmsNorm task{pointer<float>(x), pointer<float>(weights), pointer<float>(out), rows, width, epsilon};
-    nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     const int64_t task_rows = width < kTaskFloats ? kTaskFloats / width : 1;
     parallel_for((rows + task_rows - 1) / task_rows, threads, [&](int64_t i, int) {
         const int64_t begin = i * task_rows;
@@ -143,7 +144,7 @@ double read_sum_at(Address floats, int64_t count, int threads) {
     constexpr int64_t kTaskFloats = 1 << 18;
     require(floats && count >= 0 && threads >= 1, "read_sum: an address, a count and threads are needed");
     at_most(kMostElements, {count});
-    nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     const int64_t tasks = (count + kTaskFloats - 1) / kTaskFloats;
     std::vector<double> parts(static_cast<size_t>(tasks));
     parallel_for(tasks, threads, [&](int64_t task, int) {
@@ -158,6 +159,11 @@ double read_sum_at(Address floats, int64_t count, int threads) {
 
 NB_MODULE(_native, m) {
     using namespace kvire;
+#ifndef KVIRE_WARN_OF_LEAKS
+    // A daemon thread that still runs at exit keeps what its frames refer to, layers and functions of this module among
+    // them, and so does whatever an exception's traceback holds. That memory ends with the process.
+    nb::set_leak_warnings(false);
+#endif
     m.doc() = "CPU kernels over the paged KV cache; kvire.attention.cpu is the interface to use.";
 
     nb::class_<PagedLayer>(m, "PagedLayer", "One layer of a pool; does not keep its memory alive.")

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +108,21 @@ def namespace_of(vllm_config: Any, facts: Sequence[Facts], block_size: int) -> N
     return connector_namespace(
         checkpoint(vllm_config),
         config.to_dict(),
-        engine=f"vllm {vllm.__version__} torch {torch.__version__}",
+        engine=_software(model),
         numerics=" ".join(numerics),
         kv_dtype=facts[0].kv_dtype,
         spec=specs[0] if len(set(specs)) == 1 else ";".join(specs),
         block_size=block_size,
         shard=f"tp={parallel.tensor_parallel_size} pp={parallel.pipeline_parallel_size}",
     )
+
+
+def _software(model: Any) -> str:
+    """Versions of all that computes; of some architectures vLLM runs transformers' own code."""
+    text = f"vllm {vllm.__version__} torch {torch.__version__}"
+    if model.using_transformers_backend():
+        text += f" transformers {metadata.version('transformers')}"
+    return text
 
 
 def ropes(config: Mapping[str, Any]) -> set[str | None]:
