@@ -1,10 +1,13 @@
 """What people see while they wait, and numbers as they read them."""
 
-from typing import Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
+MOST_COLUMNS = 10_000
 console = Console(stderr=True, highlight=False)
 
 
@@ -38,3 +41,23 @@ class LoadProgress:
 def seconds(value: float) -> str:
     """0.42 s, 12 ms."""
     return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def tables_of_columns(out: Console, build: Callable[[Sequence[Any]], Table], columns: Sequence[Any]) -> Iterator[Table]:
+    """One table, or if there is no room for it several, each with as many of the columns as `out` shows whole.
+
+    build: makes a table whose columns do not wrap.
+    """
+    first = 0
+    while first < len(columns):
+        last = first + 1
+        while last < len(columns) and _width(out, build(columns[first : last + 1])) <= out.width:
+            last += 1
+        yield build(columns[first:last])
+        first = last
+
+
+def _width(out: Console, table: Table) -> int:
+    """What a table takes where there is room for all of it."""
+    lines = out.render_lines(table, out.options.update(width=MOST_COLUMNS), pad=False)
+    return max(sum(segment.cell_length for segment in line) for line in lines)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvire.cli import options as opt
 from kvire.cli.display import LoadProgress
@@ -41,7 +41,7 @@ def show(model: opt.Model, as_json: Json = False) -> None:
     if as_json:
         _print_json(asdict(facts) | {"memory_bytes": facts.memory_bytes})
         return
-    table = Table(show_header=False)
+    table = Table("name", Column(overflow="fold"), show_header=False)
     for name, value in _rows(facts):
         table.add_row(name, value)
     Console().print(table)

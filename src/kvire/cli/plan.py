@@ -142,9 +142,10 @@ def _list_cards(out: Console, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(card) for card in found], ensure_ascii=False, indent=1))
         return
-    table = Table("card", "model", "parameters", "KV bytes/token", "verified")
+    table = Table("card", "model", "parameters", "KV bytes/token", "verified", box=None, pad_edge=False)
     for card in found:
         shape = read_shape(card.config)
-        size, each = f"{shape.weights.total / 1e9:.3g} B", f"{shape.growing_bytes(Storage()):,}"
+        billions, each = shape.weights.total / 1e9, f"{shape.growing_bytes(Storage()):,}"
+        size = f"{billions:,.0f} B" if billions >= 100 else f"{billions:.3g} B"
         table.add_row(card.name, card.title, size, each, "yes" if card.verified else "no")
     out.print(table)

@@ -1,11 +1,13 @@
 """A replay as a table and as a picture."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from kvire.cli.display import tables_of_columns
 from kvire.core.memory import format_size
 from kvire.report import charts
 
@@ -30,7 +32,11 @@ def show(values: dict[str, Any], out: Console) -> None:
         out.print(f"skipped: {line}", soft_wrap=True, markup=False)
     for line in trace["notes"]:
         out.print(f"note: {line}", soft_wrap=True, markup=False)
-    out.print(_tiers(values) if "tiers" in values else _curves(values))
+    if "tiers" in values:
+        out.print(_tiers(values))
+        return
+    for table in tables_of_columns(out, lambda curves: _curves(values, curves), values["curves"]):
+        out.print(table)
 
 
 def _kv(kv: dict[str, Any]) -> str:
@@ -42,23 +48,23 @@ def _kv(kv: dict[str, Any]) -> str:
     return said
 
 
-def _curves(values: dict[str, Any]) -> Table:
+def _curves(values: dict[str, Any], curves: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="share of prompt tokens that hit", title_justify="left")
-    table.add_column("capacity, tokens", justify="right")
-    points = values["curves"][0]["points"]
+    table.add_column("capacity,\ntokens", justify="right", no_wrap=True)
+    points = curves[0]["points"]
     in_bytes = "capacity_bytes" in points[0]
     if in_bytes:
-        table.add_column("bytes", justify="right")
-    table.add_column("of working set", justify="right")
-    for curve in values["curves"]:
-        table.add_column(curve["policy"], justify="right", overflow="fold")
+        table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("of working\nset", justify="right", no_wrap=True)
+    for curve in curves:
+        table.add_column(curve["policy"], justify="right", no_wrap=True)
     for row, point in enumerate(points):
         size = point["capacity_tokens"]
         table.add_row(
             tokens(size),
             *([format_size(point["capacity_bytes"])] if in_bytes else []),
             f"{size / values['trace']['working_set_tokens']:.1%}",
-            *(f"{curve['points'][row]['hit_rate']:.3f}" for curve in values["curves"]),
+            *(f"{curve['points'][row]['hit_rate']:.3f}" for curve in curves),
         )
     return table
 
