@@ -4,21 +4,29 @@ PY := $(VENV)/bin/python
 PIP := $(VENV)/bin/pip --disable-pip-version-check
 NATIVE := $(wildcard src/kvire/native/*)
 
-.PHONY: demo test check connectors mutants sanitize bench gpu-check docs wheel clean lint
+.PHONY: demo test check smoke lines connectors mutants sanitize bench gpu-check docs wheel clean lint
 
 demo: $(VENV)/.demo  ## the main job, on a real model: cold, warm, a pool too small, cache off and on
 	$(PY) demo/demo.py
 
 # Two processes by default; each makes the models that its tests share.
 JOBS ?= 2
+# Compiled once, with pytest's changes, or each process would take ten seconds to begin.
+PYTEST := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath build/pycache) $(PY) -m pytest
 test: $(VENV)/.dev  ## everything that must hold, in JOBS processes
-	$(PY) -m pytest -n $(JOBS) --dist worksteal
+	$(PYTEST) -n $(JOBS) --dist worksteal
 
-check: lint  ## lint, types, import rules and the fast tests, in about four minutes
-	$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not model and not slow"
+check: lint  ## lint, types, import rules and the fast tests (tests/slow.txt says what is left out): about a minute
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not model and not slow"
 
 mutants: $(VENV)/.dev  ## deliberately broken builds, each noticed by the test that claims to; prints how many
-	$(PY) -m pytest -n $(JOBS) --dist worksteal -m mutant
+	$(PYTEST) -n $(JOBS) --dist worksteal -m mutant
+
+smoke: $(VENV)/.demo  ## every module imports with nothing but the runtime dependencies
+	$(PY) tools/smoke.py
+
+lines:  ## lines by package
+	python3 tools/lines.py
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

@@ -1,4 +1,4 @@
-"""The main job, on a real model: `make demo`.
+"""The main job, on a real model: `make demo`; `--picture demo/cache_off_and_on.svg` draws README's picture anew.
 
 1. Three questions about a long report, cold and then warm: what is reused, and what that saves.
 2. The process is killed and started again: the same question, warm from disk.
@@ -6,6 +6,7 @@
 4. A token's price with the cache off and on, as the text grows.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -22,11 +23,15 @@ from kvire.core.memory import format_size
 from kvire.engine.result import Result
 
 HERE = Path(__file__).parent
+PICTURE = HERE.parent / "build" / "demo" / "cache_off_and_on.svg"
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 console = Console(highlight=False)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="What Kvire is for, shown on a real model.")
+    parser.add_argument("--picture", type=Path, default=PICTURE, metavar="FILE", help="by default %(default)s")
+    picture = parser.parse_args().picture
     started = monotonic()
     with console.status("loading smollm2 (the first time, its weights are converted once)") as status:
         llm = LLM("smollm2", progress=lambda stage, done, total: status.update(f"{stage}: {done / total:.0%}"))
@@ -35,7 +40,7 @@ def main() -> None:
         answers = alone(llm)
     kill_and_restart()
     small_pool(answers)
-    cache_off_and_on()
+    cache_off_and_on(picture)
     console.print(f"\n[dim]The demo took {monotonic() - started:.0f} s.[/]")
     console.print(
         "\nServe it, or a model of your own (a transformers directory, a .gguf file or a hub id):\n"
@@ -176,7 +181,7 @@ def small_pool(answers: list[list[int]]) -> None:
     )
 
 
-def cache_off_and_on() -> None:
+def cache_off_and_on(picture: Path) -> None:
     console.rule("4. What one more token costs, with the cache off and on")
     off, on = [], []
     with console.status("measuring") as status, LLM("smollm2", kv_memory="256MiB") as llm:
@@ -194,10 +199,11 @@ def cache_off_and_on() -> None:
     draw_terminal(console, series)
     for s in series:
         console.print(f"{s.name:<22} grows with length to the power {exponent(s):.2f}")
-    draw_svg(HERE / "cache_off_and_on.svg", series)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    draw_svg(picture, series)
     console.print(
         "Off, each token means reading everything before it again: linear a token, quadratic a text. On, a token "
-        "reads its KV only. (Whole text: the measured steps, integrated over length.) demo/cache_off_and_on.svg"
+        f"reads its KV only. (Whole text: the measured steps, integrated over length.) {picture}"
     )
 
 

@@ -1,28 +1,40 @@
-"""Shared by all tests."""
-# ruff: noqa: I001
-
-import kvire  # noqa: F401  (before torch: it sets how OpenMP threads wait)
+"""Shared by all tests. Imports nothing that takes long: see pytest_configure."""
+# ruff: noqa: PLC0415
 
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-import hypothesis
 import pytest
-import torch
-
 from harness import full_disk
-from harness.sanitizer import load_library_under_test
 from harness.waiting import PATIENCE_S
 
-load_library_under_test()
-hypothesis.settings.register_profile("kvire", deadline=None)  # any example may be held up
-hypothesis.settings.load_profile("kvire")
+SLOW = tuple(
+    line for line in Path(__file__).with_name("slow.txt").read_text("utf-8").splitlines() if line and line[0] != "#"
+)
+ROOT = Path(__file__).parents[1]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Import what all tests need, but not in the process that only hands them out: the others would wait for it."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    from harness.sanitizer import load_library_under_test
+
+    import kvire  # noqa: F401  (before torch: it sets how OpenMP threads wait)
+
+    load_library_under_test()
+    import hypothesis
+
+    hypothesis.settings.register_profile("kvire", deadline=None)  # any example may be held up
+    hypothesis.settings.load_profile("kvire")
 
 
 @pytest.fixture(autouse=True)
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     """One thread for tiny models, where waking a second one costs more than it computes; all for real ones."""
+    import torch
+
     before = torch.get_num_threads()
     if request.node.get_closest_marker("model") is None:
         torch.set_num_threads(1)
@@ -76,10 +88,16 @@ def short_of_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 _tests = count()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Folders of slow tests are not even read where slow tests are left out."""
+    left_out = "not slow" in config.option.markexpr and collection_path.is_relative_to(ROOT)
+    return True if left_out and f"{collection_path.relative_to(ROOT).as_posix()}/" in SLOW else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole folders that take long: `make check` leaves them to `make test`."""
+    """What takes long, by tests/slow.txt: `make check` leaves it to `make test`."""
     for item in items:
-        if {"server", "cases", "proof", "store"} & set(item.path.parts[-2:]):
+        if item.nodeid.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
         if getattr(item, "originalname", "") == "test_notices_a_broken_build":
             item.add_marker(pytest.mark.mutant)
