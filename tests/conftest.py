@@ -9,25 +9,32 @@ import pytest
 from harness import full_disk
 from harness.waiting import PATIENCE_S
 
+import kvire  # noqa: F401  (before torch: it sets how OpenMP threads wait)
+
 SLOW = tuple(
     line for line in Path(__file__).with_name("slow.txt").read_text("utf-8").splitlines() if line and line[0] != "#"
 )
 ROOT = Path(__file__).parents[1]
+FAST_EXAMPLES = 25  # of a property, where slow tests are left out
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Import what all tests need, but not in the process that only hands them out: the others would wait for it."""
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return
+    import hypothesis
     from harness.sanitizer import load_library_under_test
 
-    import kvire  # noqa: F401  (before torch: it sets how OpenMP threads wait)
-
     load_library_under_test()
-    import hypothesis
-
-    hypothesis.settings.register_profile("kvire", deadline=None)  # any example may be held up
+    examples = FAST_EXAMPLES if leaves_slow_out(config) else hypothesis.settings.default.max_examples
+    # deadline: any example may be held up.
+    hypothesis.settings.register_profile("kvire", deadline=None, max_examples=examples)
     hypothesis.settings.load_profile("kvire")
+
+
+def leaves_slow_out(config: pytest.Config) -> bool:
+    """As `make check` does."""
+    return "not slow" in config.option.markexpr
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +97,7 @@ _tests = count()
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Folders of slow tests are not even read where slow tests are left out."""
-    left_out = "not slow" in config.option.markexpr and collection_path.is_relative_to(ROOT)
+    left_out = leaves_slow_out(config) and collection_path.is_relative_to(ROOT)
     return True if left_out and f"{collection_path.relative_to(ROOT).as_posix()}/" in SLOW else None
 
 
