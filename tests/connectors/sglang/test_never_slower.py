@@ -20,6 +20,7 @@ from kvire.connectors.sglang.prefill import KEPT, LEAST_KEPT, Misses, QuickPrefi
 from kvire.core.errors import ConfigError
 from kvire.plan.cost import PrefillSpeed
 from kvire.store.reuse.planner import TRY_AFTER
+from kvire.store.tier import TierKind
 
 COMPUTE_S = 1000.0  # said of all pages, so that no real load comes near
 ASK_S = 1.0
@@ -48,8 +49,8 @@ class Asked:
 
 
 @contextmanager
-def asked() -> Iterator[Asked]:
-    tier = BentTier()
+def asked(kind: TierKind = TierKind.DISK) -> Iterator[Asked]:
+    tier = BentTier(kind)
     with folder() as path, open_store(path, tier) as store:
         one = Asked(PagePool(HostPool(16).fill(), namespace(), store, "sglang", PrefillSpeed()), tier)
         one.say_prompts_take(COMPUTE_S)
@@ -71,6 +72,18 @@ def a_slow_tier_is_tried_again() -> None:
         assert [one.loaded() for _ in range(2 * TRY_AFTER)] == ([0] * (TRY_AFTER - 1) + [len(KEYS)]) * 2
 
 
+def a_remote_tier_that_is_not_worth_a_load_is_not_asked() -> None:
+    """It would be waited for; but it is tried again as well."""
+    questions = []
+    with asked(TierKind.REMOTE) as one:
+        held = one.tier.held
+        one.tier.held = lambda ids, timeout_s=None: questions.append(ids) or held(ids, timeout_s)
+        one.say_a_load_takes(50.0)
+        assert [one.loaded() for _ in range(TRY_AFTER - 1)] == [0] * (TRY_AFTER - 1)
+        assert not questions
+        assert one.loaded() == len(KEYS) and questions
+
+
 def a_load_is_waited_for_as_long_as_computing_takes() -> None:
     """The tier is said to be fast, and answers nothing."""
     with asked() as one, pytest.MonkeyPatch.context() as patch:
@@ -85,6 +98,10 @@ def a_load_is_waited_for_as_long_as_computing_takes() -> None:
 CASES: Cases = [
     (a_load_is_made_where_it_is_sooner, [everything_stored_is_worth_a_load]),
     (a_slow_tier_is_tried_again, [everything_stored_is_worth_a_load, a_slow_tier_is_never_tried_again]),
+    (
+        a_remote_tier_that_is_not_worth_a_load_is_not_asked,
+        [everything_stored_is_worth_a_load, a_slow_tier_is_never_tried_again],
+    ),
 ]
 
 

@@ -2,7 +2,7 @@
 again now and then; and no load is waited for longer than computing takes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +22,11 @@ from store.stores import BentTier, open_store
 from kvire.connectors.vllm.messages import Move
 from kvire.connectors.vllm.secondary_requests import GROUP_BYTES, Requests
 from kvire.connectors.vllm.secondary_transfers import Job, Primary, Transfers
+from kvire.core.record import BlockId
 from kvire.store.reuse.look import Part
 from kvire.store.reuse.planner import TRY_AFTER, Reuse
+from kvire.store.reuse.probe import Probe
+from kvire.store.tier import TierKind
 from kvire.store.tiered import TieredStore
 
 BLOCKS = 6
@@ -61,7 +64,8 @@ class SecondaryTier:
 
     def __init__(self, store: TieredStore) -> None:
         reuse = Reuse(store, NAMESPACE, [Part(BLOCK_BYTES)], TOKENS)
-        self.requests = Requests(reuse, None)
+        self.probe = Probe(reuse, waiting.PATIENCE_S)
+        self.requests = Requests(reuse, self.probe)
         self.rows = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
         self.transfers = Transfers(store, Primary(memoryview(self.rows)))
         self.reuse = reuse
@@ -77,7 +81,9 @@ class SecondaryTier:
     def loaded(self) -> int:
         """Tokens of the next request that come from the store."""
         name = self._meet()
-        found = [move for move in self._moves(name) if self.requests.has(move.record, name)]
+        moves = self._moves(name)
+        until(lambda: None not in [self.requests.has(move.record, name) for move in moves])
+        found = [move for move in moves if self.requests.has(move.record, name)]
         done = 0
         if found:
             self.transfers.load(Job(self.number, found, self.requests.patience_s(name)))
@@ -89,6 +95,7 @@ class SecondaryTier:
 
     def close(self) -> None:
         self.transfers.close()
+        self.probe.close()
 
     def _meet(self) -> str:
         self.number += 1
@@ -100,6 +107,18 @@ class SecondaryTier:
         context = SimpleNamespace(req_id=name, get_offload_key_position=ends.get)
         records = [self.requests.record(key, context) for key in ends]
         return [Move(record, row) for row, record in enumerate(records) if record is not None]
+
+
+class Answer:
+    """What a tier says of blocks. questions: how often it was asked."""
+
+    def __init__(self, tier: BentTier, *, is_there: bool) -> None:
+        self._tier, self._is_there = tier, is_there
+        self.questions = 0
+
+    def __call__(self, ids: Sequence[BlockId], timeout_s: float | None = None) -> list[bool]:
+        self.questions += 1
+        return self._tier.inner.held(ids, timeout_s) if self._is_there else [False] * len(ids)
 
 
 Ways = Callable[[TieredStore], Connector | SecondaryTier]
@@ -141,6 +160,21 @@ def a_slow_tier_is_tried_again() -> None:
             assert [one.loaded() for _ in range(2 * TRY_AFTER)] == ([0] * (TRY_AFTER - 1) + [STORED]) * 2
 
 
+def a_remote_tier_that_is_not_worth_a_load_is_not_asked() -> None:
+    """It would be waited for; but it is tried again as well, whether or not it has anything."""
+    for way in BOTH:
+        tier = BentTier(TierKind.REMOTE)
+        with asked_over(tier, way) as one:
+            say_a_load_takes(one, 50.0)
+            for is_there in (True, False, True):
+                answer = Answer(tier, is_there=is_there)
+                tier.held = answer
+                assert [one.loaded() for _ in range(TRY_AFTER - 1)] == [0] * (TRY_AFTER - 1)
+                assert not answer.questions, way
+                assert one.loaded() == (STORED if is_there else 0)
+                assert answer.questions, way
+
+
 def a_load_is_waited_for_as_long_as_computing_takes() -> None:
     """The tier is said to be fast, and answers nothing: the request goes on without it, and does not ask again."""
     for way in BOTH:
@@ -157,6 +191,10 @@ def a_load_is_waited_for_as_long_as_computing_takes() -> None:
 CASES: Cases = [
     (a_load_is_made_where_it_is_sooner, [everything_stored_is_worth_a_load]),
     (a_slow_tier_is_tried_again, [everything_stored_is_worth_a_load, a_slow_tier_is_never_tried_again]),
+    (
+        a_remote_tier_that_is_not_worth_a_load_is_not_asked,
+        [everything_stored_is_worth_a_load, a_slow_tier_is_never_tried_again],
+    ),
     (a_load_is_waited_for_as_long_as_computing_takes, [broken.loads_are_waited_for_whatever_computing_takes]),
 ]
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from kvire.core.keys import Namespace
 from kvire.core.record import BlockId
-from kvire.plan.cost import PrefillSpeed, Way
+from kvire.plan.cost import Choice, PrefillSpeed, Way
 from kvire.store.reuse.chain import Pages
-from kvire.store.reuse.look import Found, Part
+from kvire.store.reuse.look import Found, Part, Word
 from kvire.store.reuse.planner import Reuse
 from kvire.store.ticket import LoadState, Wanted
 from kvire.store.tiered import TieredStore
@@ -64,7 +64,8 @@ class PagePool:
 
     def held(self, keys: Sequence[str], timeout_s: float) -> list[bool]:
         """Which pages are stored somewhere. Asks remote tiers for those that no local one has."""
-        found = self._look(keys, timeout_s)
+        pages = self._pages(keys)
+        found = self._reuse.ask(pages, self._reuse.look(pages, 0), timeout_s)
         return [found.whole(index) for index in range(len(keys))]
 
     def worth_loading(self, keys: Sequence[str], timeout_s: float) -> int:
@@ -73,11 +74,15 @@ class PagePool:
         SGLang acts on it at once. What is before the first page is not known, so computing is taken to be as fast as
         at the beginning of a prompt.
         """
-        found = self._look(keys, timeout_s)
-        if found.is_empty:
-            return 0
+        pages = self._pages(keys)
+        found = self._reuse.look(pages, 0)
+        choice = self._worth(self._reuse.hope(found))
+        if found.word is Word.OPEN:  # remote tiers are asked if what they may have would be worth a load
+            asks = choice.way is not Way.COMPUTE
+            found = self._reuse.ask(pages, found, timeout_s) if asks else self._reuse.heard(pages, found, {})
+        if not found.is_empty:
+            choice = self._worth(found)
         with self._lock:
-            choice = self._reuse.worth(found, can_meet=False)
             self._reuse.decided(choice)
         return 0 if choice.way is Way.COMPUTE else found.stop
 
@@ -147,6 +152,6 @@ class PagePool:
             identity = self._reuse.name(self._tenant)  # a forgotten tenant has a new one
         return Pages(identity, [key.encode("utf-8") for key in keys])
 
-    def _look(self, keys: Sequence[str], timeout_s: float) -> Found:
-        pages = self._pages(keys)
-        return self._reuse.ask(pages, self._reuse.look(pages, 0), timeout_s)
+    def _worth(self, found: Found) -> Choice:
+        with self._lock:
+            return self._reuse.worth(found, can_meet=False)

@@ -29,7 +29,7 @@ class Tracked:
     chain: its full blocks, as far as tokens are known.
     done: leading blocks that need no save any more.
     found: what the store had when it was looked up last.
-    choice: what was decided about that; None if nothing was found.
+    choice: what was decided about that, or about asking remote tiers; None if there was nothing to decide.
     told: whether its lookup was counted.
     loading: a load of what was found was asked for.
     barred: no block from there on is loaded, because that failed; None if it did not.

@@ -99,7 +99,6 @@ class SchedulerSide:
             return
         found, choice = tracked.found, tracked.choice
         assert found is not None and choice is not None, "vLLM loads what it was told can be loaded"
-        self._reuse.decided(choice)
         stop = min(found.stop, found.first + num_external_tokens // self._block_size)
         tracked.loading = True
         places = needed(self._shares, self._block_size, found.first, stop)
@@ -205,22 +204,31 @@ class SchedulerSide:
         return tracked
 
     def _look(self, tracked: Tracked, first: int, limit: int) -> Found | None:
-        """What tiers hold of all named blocks; None if they cannot be asked."""
+        """What tiers hold of all named blocks; None if they cannot be asked.
+
+        Remote ones are asked if what they may have would be worth a load; the choice says so.
+        """
         try:
             found = self._reuse.look(tracked.chain, first, limit, start=0)
         except Exception:  # whatever it is: it must not come up in vLLM's scheduler, which would end the engine
             log.exception("looking for stored blocks failed")
             return None
-        return found if self._probe is None else self._probe.ask(tracked.request.request_id, tracked.chain, found)
+        if self._probe is None or found.word is Word.SURE:
+            return found
+        tracked.choice = self._reuse.worth(self._reuse.hope(found), can_meet=False)
+        if tracked.choice.way is Way.COMPUTE:
+            return self._reuse.heard(tracked.chain, found, {})
+        return self._probe.ask(tracked.request.request_id, tracked.chain, found)
 
     def _tell(self, tracked: Tracked) -> None:
         """Count a request's lookup, and ask the store about the first block that it missed."""
-        request, found = tracked.request, tracked.found
+        request, found, choice = tracked.request, tracked.found, tracked.choice
         self._counts["looked_up_tokens", ""] += request.num_tokens
+        if choice is not None:
+            self._reuse.decided(choice)
         if found is None:
             return
-        if tracked.choice is not None and tracked.choice.way is Way.COMPUTE:
-            self._reuse.decided(tracked.choice)
+        if choice is not None and choice.way is Way.COMPUTE:
             self._counts["slower_tokens", ""] += self._tokens(found)
         missed = next((index for index in range(found.stop, found.limit) if not found.whole(index)), None)
         if missed is not None and (answer := self._reuse.why(tracked.chain, missed, request.num_tokens)) is not None:

@@ -32,7 +32,8 @@ class Known:
 
     first: the first block that vLLM has neither on the device nor in its CPU tier, as far as it said.
     found: what tiers hold from there on, and looked_s: when they said so.
-    choice: whether to load that; None while nothing was found. It is made once.
+    hoped: whether to ask remote tiers; None while there was no need. Decided once.
+    choice: whether to load what was found; None while nothing was. Decided once.
     failed: blocks that could not be loaded, so that they are not asked for again.
     """
 
@@ -40,6 +41,7 @@ class Known:
     first: int = 0
     found: Found | None = None
     looked_s: float = -inf
+    hoped: Choice | None = None
     choice: Choice | None = None
     failed: set[BlockId] = field(default_factory=set)
 
@@ -113,6 +115,8 @@ class Requests:
         if self._probe is not None:
             self._probe.forget(request_id)
         if known is not None:
+            if known.choice is None and known.hoped is not None:
+                self._reuse.decided(known.hoped)
             self._reuse.finished(known.chain, len(known.chain.keys), keep=False)
 
     def reset(self) -> None:
@@ -134,7 +138,13 @@ class Requests:
                 log.exception("looking for stored blocks failed")
                 return None
             known.found, known.looked_s = found, now
-        return found if self._probe is None else self._probe.ask(request_id, known.chain, found)
+        if self._probe is None or found.word is Word.SURE:
+            return found
+        if known.hoped is None:
+            known.hoped = self._reuse.worth(self._reuse.hope(found), can_meet=False)
+        if known.hoped.way is Way.COMPUTE:
+            return self._reuse.heard(known.chain, found, {})
+        return self._probe.ask(request_id, known.chain, found)
 
     def _is_worth_it(self, known: Known, found: Found) -> bool:
         """Whether to load what is stored of a request; decided when some of it is found, and then it stays so."""
