@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from kvire.doctor.diagnose import MEMORY_BYTES, Doctor
 from kvire.doctor.findings import Diagnosis
 from kvire.doctor.logs import read_log
-from kvire.doctor.money import Offers
-from kvire.doctor.rules import CacheRules
+from kvire.doctor.rules import CacheRules, Offers
 from kvire.doctor.tokens import Estimate
 from kvire.plan.prices import Price, PriceTable
 

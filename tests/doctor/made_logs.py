@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from kvire.doctor.causes import Cause
+from kvire.doctor.findings import Cause
 
 JSON = dict[str, Any]
 

@@ -16,7 +16,7 @@ from kvire.cli.main import cli
 from kvire.core.errors import ConfigError
 from kvire.doctor.diagnose import Doctor
 from kvire.doctor.logs import read_log
-from kvire.doctor.money import Offers
+from kvire.doctor.rules import Offers
 from kvire.doctor.tokens import Tokenized
 from kvire.doctor.values import diagnosis_values
 from kvire.models.resolve import resolve

@@ -106,7 +106,7 @@ def _diagnose(
     from kvire.doctor.diagnose import Doctor  # noqa: PLC0415
     from kvire.doctor.lines import lines_of  # noqa: PLC0415
     from kvire.doctor.logs import read_log  # noqa: PLC0415
-    from kvire.doctor.money import Offers  # noqa: PLC0415
+    from kvire.doctor.rules import Offers  # noqa: PLC0415
     from kvire.doctor.tokens import Estimate  # noqa: PLC0415
     from kvire.doctor.values import diagnosis_values  # noqa: PLC0415
     from kvire.plan.prices import price_table  # noqa: PLC0415

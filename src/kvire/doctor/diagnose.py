@@ -4,10 +4,17 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from kvire.doctor.causes import Cause
-from kvire.doctor.compare import Piece
-from kvire.doctor.findings import Diagnosis, Example, Finding, Measured, Refused, RuleTotals, Totals
-from kvire.doctor.likeness import LEAST_GAIN_BYTES, LEAST_OVERLAP, Difference, Likeness, likeness
+from kvire.doctor.findings import Cause, Diagnosis, Example, Finding, Measured, Refused, RuleTotals, Totals
+from kvire.doctor.likeness import (
+    LEAST_GAIN_BYTES,
+    LEAST_OVERLAP,
+    ONE_IN,
+    Difference,
+    Likeness,
+    PassageIndex,
+    Piece,
+    likeness,
+)
 from kvire.doctor.logs import Item, LoggedRequest, LoggedUsage, Malformed
 from kvire.doctor.prompt import BEFORE_MESSAGES, KIND_NAMES, PART, TOOL, Part
 from kvire.doctor.rules import (
@@ -18,7 +25,6 @@ from kvire.doctor.rules import (
     reuse_after_fix,
     written_after_fix,
 )
-from kvire.doctor.similar import ONE_IN, PassageIndex
 from kvire.doctor.tokens import Counter, Ruler
 from kvire.doctor.tree import Match, Node, PrefixTree
 from kvire.doctor.usage import Usage

@@ -1,10 +1,145 @@
-"""How alike a prompt and an earlier one are beyond their common beginning, and what stands between."""
+"""Which earlier prompt a text is like though it does not begin alike, and in which pieces the two differ.
 
+An index of sampled passages finds it. A passage is the bytes after a place that is chosen by the four bytes before it,
+so that the same text is sampled alike wherever it stands. The index remembers which prompt had a passage last.
+"""
+
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvire.doctor.causes import Cause
-from kvire.doctor.compare import Piece, pieces_between
-from kvire.doctor.tree import Node
+import numpy as np
+import xxhash
+
+from kvire.doctor import passages, structure
+from kvire.doctor.findings import Cause
+from kvire.doctor.prompt import TOKENS, Part, parts_of
+from kvire.doctor.structure import Sides, Spans
+from kvire.doctor.tree import Node, common_prefix
+
+ONE_IN = 256  # bytes per sampled passage, on average
+PASSAGE_BYTES = 24
+MOST_SAMPLES = 512
+# Passages in each of the two generations; together about 50 MB.
+GENERATION = 150_000
+_PLACE = np.array((40503, 30011, 25117, 14009), np.uint16)
+_WORDS = np.array((0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9), np.uint64)
+
+
+def sampled_passages(text: bytes) -> list[int]:
+    """One number per passage of the sample: the same passage has the same number in every text."""
+    if len(text) < PASSAGE_BYTES + 4:
+        return []
+    a = np.frombuffer(text, np.uint8)
+    wide = a[: len(a) - PASSAGE_BYTES].astype(np.uint16)
+    mixed = wide[3:] * _PLACE[0] + wide[2:-1] * _PLACE[1] + wide[1:-2] * _PLACE[2] + wide[:-3] * _PLACE[3]
+    places = np.flatnonzero(mixed < 65536 // ONE_IN)[:MOST_SAMPLES] + 4
+    words = a[places[:, None] + np.arange(PASSAGE_BYTES)].view(np.uint64)
+    words = (words ^ (words >> np.uint64(29))) * _WORDS
+    numbers: list[int] = np.bitwise_xor.reduce(words ^ (words >> np.uint64(32)), axis=1).tolist()
+    return numbers
+
+
+class PassageIndex:
+    """Sampled passages of the latest prompts: two generations, of which the older is dropped when the newer is full."""
+
+    def __init__(self) -> None:
+        self._newer: dict[int, Node] = {}
+        self._older: dict[int, Node] = {}
+
+    def closest(self, scope: str, text: bytes, node: Node) -> Node | None:
+        """The prompt that had most of a text's passages last. Notes that now the one that ends at `node` has them.
+
+        scope: only prompts of the same one are looked at.
+        """
+        salt = xxhash.xxh3_64_intdigest(scope.encode("utf-8", "surrogatepass"))
+        sample = [one ^ salt for one in sampled_passages(text)]
+        votes: Counter[Node] = Counter()
+        for one in sample:
+            known = self._newer.get(one) or self._older.get(one)
+            if known is not None and known.parent is not None:
+                votes[known] += 1
+        self._newer.update(dict.fromkeys(sample, node))
+        if len(self._newer) >= GENERATION:
+            self._older, self._newer = self._newer, {}
+        return max(votes, key=votes.__getitem__) if votes else None
+
+
+MOST_PIECES = 12
+# What says the same on both sides, in another order or form.
+SAME_CONTENT = frozenset((Cause.TOOL_ORDER, Cause.MOVED_PASSAGES, Cause.JSON_FORM))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One difference. spans: where it lies. part: of the new prompt, in which it begins. same_bytes: how many bytes
+    after it are the same in both.
+    """
+
+    spans: Spans
+    part: Part
+    same_bytes: int
+
+    @property
+    def same_start(self) -> int:
+        """From where in the new prompt both are the same once this is mended: with it, if only order or form differ."""
+        return self.spans.new_start if self.spans.cause in SAME_CONTENT else self.spans.new_end
+
+    @property
+    def same_end(self) -> int:
+        """Up to where."""
+        return self.spans.new_end + self.same_bytes
+
+
+def pieces_between(new: bytes, old: bytes, *, is_foreign: bool = False) -> list[Piece]:
+    """The differences in their order, up to the first that is simply other text.
+
+    is_foreign: do not search for where the text is the same again.
+    """
+    at = old_at = common_prefix(new, 0, old, 0)
+    if at == len(new) or at == len(old):
+        return []
+    new_parts, old_parts = parts_of(new), parts_of(old)
+    if TOKENS in (new_parts[0].kind, old_parts[0].kind):
+        return []
+    pieces: list[Piece] = []
+    new_index = old_index = 0
+    while at < len(new) and old_at < len(old) and len(pieces) < MOST_PIECES:
+        new_index, old_index = _index(new_parts, at, new_index), _index(old_parts, old_at, old_index)
+        sides = Sides.at_byte(new_parts, old_parts, (new, at, new_index), (old, old_at, old_index))
+        if (spans := _differing(sides, is_foreign=is_foreign)) is None:
+            break
+        same = common_prefix(new, spans.new_end, old, spans.old_end)
+        pieces.append(Piece(spans, sides.new_part, same))
+        at, old_at = spans.new_end + same, spans.old_end + same
+    return pieces
+
+
+def _differing(sides: Sides, *, is_foreign: bool) -> Spans | None:
+    """The most telling reading of a difference: exact ones first, other text last."""
+    readings: tuple[Callable[[Sides], Spans | None], ...] = (
+        structure.tools,
+        structure.settings,
+        structure.media,
+        structure.reasoning,
+        structure.shifted,
+        passages.thinking,
+        passages.volatile_piece,
+        passages.json_form,
+        passages.white_space,
+        passages.moved,
+    )
+    for read in readings:
+        if (spans := read(sides)) is not None:
+            return spans
+    return None if is_foreign else passages.other_text(sides)
+
+
+def _index(parts: list[Part], at: int, start: int) -> int:
+    while parts[start].end <= at:
+        start += 1
+    return start
+
 
 # What must be the same again after a difference for the difference to be worth a word.
 LEAST_GAIN_BYTES = 64

@@ -14,11 +14,11 @@ from datetime import UTC, datetime
 from itertools import chain, islice
 from typing import Any
 
-from kvire.doctor import render, translate
+from kvire.doctor import render
+from kvire.doctor.bodies import api_of, prompts_of
 from kvire.doctor.lines import LONGEST_LINE_BYTES, TOO_LONG, json_values
 from kvire.doctor.prompt import Prompt
-from kvire.doctor.transcripts import Transcripts
-from kvire.doctor.usage import Usage, usage_in
+from kvire.doctor.usage import Transcripts, Usage, usage_in
 
 WRAPPERS = (
     "request",
@@ -44,7 +44,6 @@ KEPT_BY_PROVIDER = {
 MOST_NESTED = 4
 ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*(\{|$)")
 GEMINI_URL = re.compile(r"models/([^/:]+):")
-OPENAI_ROLES = frozenset(("system", "developer", "tool", "function"))
 LOOK_AHEAD_LINES = 20
 # Times in milli-, micro- and nanoseconds are known by their size: as seconds they would lie beyond the year 5000.
 LATEST_S = 1e11
@@ -205,8 +204,8 @@ def _from_body(
 ) -> Iterator[LoggedRequest]:
     parameters = body.get("model_parameters")  # LiteLLM's callbacks keep the tools there
     body = parameters | body if isinstance(parameters, dict) else body
-    api = _api(body, levels)
-    prompts = _prompts(api, body)
+    api = api_of(body, levels)
+    prompts = prompts_of(api, body)
     usage = usage_in((*answers, *reversed(levels))) if len(prompts) == 1 else None
     for prompt in prompts:
         yield LoggedRequest(
@@ -218,21 +217,6 @@ def _from_body(
             usage,
             incomplete=any(body.get(name) for name in KEPT_BY_PROVIDER.get(api, ())),
         )
-
-
-def _prompts(api: str, body: dict[str, Any]) -> list[Prompt]:
-    match api:
-        case "anthropic":
-            return [render.of_anthropic(body)]
-        case "converse":
-            return [render.of_anthropic(translate.anthropic_of_converse(body))]
-        case "gemini":
-            return [render.of_chat(translate.chat_of_gemini(body))]
-        case "chat":
-            return [render.of_chat(body)]
-        case "responses":
-            return [render.of_responses(body)]
-    return render.of_completion(body)
 
 
 def _model(parts: Iterable[dict[str, Any]]) -> str:
@@ -288,45 +272,6 @@ def _unwrapped(level: dict[str, Any]) -> dict[str, Any] | None:
         if isinstance(inner, dict) and inner:
             return inner
     return None
-
-
-def _api(body: dict[str, Any], levels: list[dict[str, Any]]) -> str:
-    if isinstance(body.get("contents"), list):
-        return "gemini"
-    if not isinstance(body.get("messages"), list):
-        return "completions" if isinstance(body.get("prompt"), (str, list)) else "responses"
-    if _is_converse(body):
-        return "converse"
-    url = next((str(level["url"]) for level in levels if level.get("url")), "")
-    if (
-        "system" in body
-        or "anthropic_version" in body
-        or url.endswith("/messages")
-        or any("input_schema" in tool for tool in body.get("tools") or ())
-    ):
-        return "anthropic"
-    if any(message.get("role") in OPENAI_ROLES or "tool_calls" in message for message in body["messages"]):
-        return "chat"  # also for a claude model: gateways take it so
-    looks = str(body.get("model", "")).startswith("claude") or any(map(_has_anthropic_blocks, body["messages"][:8]))
-    return "anthropic" if looks else "chat"
-
-
-def _is_converse(body: dict[str, Any]) -> bool:
-    """Bedrock's own fields, or blocks without a type: there the one field of a block is its kind."""
-    if "toolConfig" in body or "inferenceConfig" in body:
-        return True
-    system = body.get("system")
-    contents = [system, *(message.get("content") for message in body["messages"][:8])]
-    blocks = [block for content in contents if isinstance(content, list) for block in content]
-    return bool(blocks) and all(isinstance(block, dict) and len(block) == 1 for block in blocks)
-
-
-def _has_anthropic_blocks(message: dict[str, Any]) -> bool:
-    content = message.get("content")
-    return isinstance(content, list) and any(
-        isinstance(block, dict) and ("cache_control" in block or block.get("type") in {"tool_use", "tool_result"})
-        for block in content
-    )
 
 
 def _answers(level: dict[str, Any], depth: int = 0) -> Iterator[dict[str, Any]]:

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvire.doctor.causes import Cause
-from kvire.doctor.findings import Diagnosis, Finding, RuleTotals, Totals, counted, masked, shortened
-from kvire.doctor.money import Offer, Offers
+from kvire.doctor.findings import Cause, Diagnosis, Finding, RuleTotals, Totals, counted, masked, shortened
+from kvire.doctor.rules import Offer, Offers
 
 SCHEMA = "kvire.doctor/1"
 PER_REQUESTS = 1000

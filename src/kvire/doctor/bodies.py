@@ -1,11 +1,73 @@
-"""Bodies of Bedrock Converse and of Gemini, written as bodies that render.py knows: the text stays, in its order."""
+"""Which API a body was sent to, and its prompts.
 
-from collections.abc import Iterable
+Bedrock Converse and Gemini are written as bodies that render.py knows: the text stays, in its order.
+"""
+
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvire.doctor import render
+from kvire.doctor.prompt import Prompt
 from kvire.doctor.render import UnknownBodyError
 
 Body = dict[str, Any]
+OPENAI_ROLES = frozenset(("system", "developer", "tool", "function"))
+
+
+def api_of(body: Body, levels: Sequence[Body]) -> str:
+    """anthropic, converse, gemini, chat, responses or completions. levels: the line and what it wraps, to the body."""
+    if isinstance(body.get("contents"), list):
+        return "gemini"
+    if not isinstance(body.get("messages"), list):
+        return "completions" if isinstance(body.get("prompt"), (str, list)) else "responses"
+    if _is_converse(body):
+        return "converse"
+    url = next((str(level["url"]) for level in levels if level.get("url")), "")
+    if (
+        "system" in body
+        or "anthropic_version" in body
+        or url.endswith("/messages")
+        or any("input_schema" in tool for tool in body.get("tools") or ())
+    ):
+        return "anthropic"
+    if any(message.get("role") in OPENAI_ROLES or "tool_calls" in message for message in body["messages"]):
+        return "chat"  # also for a claude model: gateways take it so
+    looks = str(body.get("model", "")).startswith("claude") or any(map(_has_anthropic_blocks, body["messages"][:8]))
+    return "anthropic" if looks else "chat"
+
+
+def _is_converse(body: dict[str, Any]) -> bool:
+    """Bedrock's own fields, or blocks without a type: there the one field of a block is its kind."""
+    if "toolConfig" in body or "inferenceConfig" in body:
+        return True
+    system = body.get("system")
+    contents = [system, *(message.get("content") for message in body["messages"][:8])]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    return bool(blocks) and all(isinstance(block, dict) and len(block) == 1 for block in blocks)
+
+
+def _has_anthropic_blocks(message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    return isinstance(content, list) and any(
+        isinstance(block, dict) and ("cache_control" in block or block.get("type") in {"tool_use", "tool_result"})
+        for block in content
+    )
+
+
+def prompts_of(api: str, body: Body) -> list[Prompt]:
+    """A body of completions may have several. Raises UnknownBodyError."""
+    match api:
+        case "anthropic":
+            return [render.of_anthropic(body)]
+        case "converse":
+            return [render.of_anthropic(anthropic_of_converse(body))]
+        case "gemini":
+            return [render.of_chat(chat_of_gemini(body))]
+        case "chat":
+            return [render.of_chat(body)]
+        case "responses":
+            return [render.of_responses(body)]
+    return render.of_completion(body)
 
 
 def anthropic_of_converse(body: Body) -> Body:
