@@ -38,6 +38,7 @@ from kvire.store.level import Level
 from kvire.store.loader import Loader, _Flight
 from kvire.store.memory import MemoryTier
 from kvire.store.object_tier import ObjectBackend
+from kvire.store.survey import Space, Survey
 from kvire.store.ticket import LoadState, Ticket
 from kvire.store.workers import Workers
 from kvire.store.write_behind import WriteBehind
@@ -52,6 +53,16 @@ def published_before_the_load_ends(patch: pytest.MonkeyPatch) -> None:
         return LoadState.READY if state(self, i) is LoadState.READING else state(self, i)
 
     patch.setattr(Ticket, "state", broken)
+
+
+def what_names_no_build_is_current(patch: pytest.MonkeyPatch) -> None:
+    """Blocks from before builds were noted count as those of a build without a name."""
+    patch.setattr(Space, "build", property(lambda self: (self.fields or {}).get("build", "")))
+
+
+def the_build_used_first_is_current(patch: pytest.MonkeyPatch) -> None:
+    """Whichever build came first counts as the one in use."""
+    patch.setattr(Survey, "spaces", property(lambda self: sorted(self._spaces.values(), key=lambda space: space.used)))
 
 
 def claim_ignored(patch: pytest.MonkeyPatch) -> None:

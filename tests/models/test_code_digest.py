@@ -16,8 +16,10 @@ from harness.families import family_model, family_path
 from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.integrations import sdpa_attention
+from transformers.modeling_rope_utils import dynamic_rope_update
 from transformers.models.llama import modeling_llama
 
+from kvire.models import code_digest
 from kvire.models.code_digest import ModelCode
 from kvire.models.loaded_state import loaded_state
 from kvire.models.loader import load
@@ -64,9 +66,9 @@ def a_constant_in_a_function(patch: pytest.MonkeyPatch) -> None:
 
 def what_a_wrapper_wraps(patch: pytest.MonkeyPatch) -> None:
     """The same wrapper around another function: only what it captured tells."""
-    norm = modeling_llama.LlamaRMSNorm
-    wrapped = torch.no_grad()(another(norm.forward, "pow(2)", "pow(3)"))
-    patch.setattr(norm, "forward", wrapped)
+    rotary = modeling_llama.LlamaRotaryEmbedding
+    changed = another(inspect.unwrap(rotary.forward), "emb.cos()", "emb.sin()")
+    patch.setattr(rotary, "forward", dynamic_rope_update(changed))
 
 
 def the_attention_that_is_selected(patch: pytest.MonkeyPatch) -> None:
@@ -121,6 +123,38 @@ def test_an_edit_is_seen_by_who_looks_now_and_by_who_looked_before(edit: Edit) -
     assert code.current() == before
 
 
+def captured_functions_are_not_followed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(code_digest, "_content", lambda cell: None)
+
+
+def constants_do_not_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(code_digest, "_constant", lambda value: None)
+
+
+def torch_is_as_it_came(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(code_digest._Walk, "_read_module", lambda *_: None)
+
+
+def code_is_looked_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(code_digest._Walk, "holds", lambda *_: True)
+
+
+@pytest.mark.parametrize(
+    ("edit", "mutant"),
+    [
+        (what_a_wrapper_wraps, captured_functions_are_not_followed),
+        (a_constant_in_a_function, constants_do_not_count),
+        (a_function_of_torch, torch_is_as_it_came),
+        (a_method_of_a_class, code_is_looked_at_once),
+    ],
+    ids=lambda part: part.__name__,
+)
+def test_notices_a_broken_build(edit: Edit, mutant: Edit, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_an_edit_is_seen_by_who_looks_now_and_by_who_looked_before(edit)
+
+
 def comments_and_docstrings(patch: pytest.MonkeyPatch) -> None:
     rotate = another(modeling_llama.rotate_half, '"""Rotates', '"""Turns')
     patch.setattr(modeling_llama, "rotate_half", rotate)
@@ -155,6 +189,7 @@ def test_what_computes_nothing_does_not_count(edit: Edit, monkeypatch: pytest.Mo
 DIGESTS = """
 import sys
 from pathlib import Path
+from kvire.models import code_digest
 from kvire.models.code_digest import ModelCode
 from kvire.models.loaded_state import loaded_state
 from kvire.models.loader import load

@@ -24,6 +24,7 @@ from store import (
     test_runs,
     test_session_file,
     test_sessions,
+    test_survey,
     test_ticket,
     test_tiered,
     test_tiered_writes,
@@ -96,6 +97,8 @@ def namespaces_are_bounded() -> None:
 
 
 CASES: Cases = [
+    (claim(test_survey.test_older_builds_are_those_that_nobody_reads_any_more),
+     [broken.what_names_no_build_is_current, broken.the_build_used_first_is_current]),
     (claim(test_tiered.test_a_block_is_nobodys_before_all_of_it_is_there_and_verified),
      [broken.published_before_the_load_ends]),
     (on_a_ticket(test_ticket.test_a_claimed_block_is_never_read), [broken.claim_ignored]),
