@@ -27,10 +27,12 @@ from kvire.store.workers import Workers
 LOCAL_THREADS = 2  # a third only waits for the interpreter: docs/adr/0015-tiered-store.md
 REMOTE_THREADS = 4
 RUN_S, MOST_IN_RUN = 4e-3, 16  # blocks of local tiers are read together for so long, and at most so many
-LOCAL = -1  # the place of all local tiers together, before the remote ones
 LEAST_TIMEOUT_S = 1e-3
 
 log = logging.getLogger(__name__)
+
+# Where a block is read: the number of a remote tier, or None for the local ones, which are read together.
+Place = int | None
 
 # A block that was read, its KV, where it came from, and the marks of the load's tenants.
 Promote = Callable[[BlockRecord, Buffer, Level, Mapping[str, Mark]], None]
@@ -75,7 +77,7 @@ class Loader:
         self._damaged = damaged
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._flights: dict[tuple[BlockId, int], _Flight] = {}  # by block and place: LOCAL, or of the remote tier
+        self._flights: dict[tuple[BlockId, Place], _Flight] = {}  # by block and place
         self._tickets: set[Ticket] = set()
         self._planner = Workers("plan", 1 if self._local else 0)  # goes on while a local tier is slow
         self._local_workers = Workers("local", LOCAL_THREADS if self._local else 0)
@@ -142,7 +144,7 @@ class Loader:
             here = [block_id for i, block_id in zip(load.order, ids, strict=True) if fastest.get(i) == number]
             if here and isinstance(level.tier, Prefetching):
                 level.tier.prefetch(here)
-        flights = self._flights_for(load, {i: fastest[i] for i in load.order if i in fastest}, LOCAL)
+        flights = self._flights_for(load, {i: fastest[i] for i in load.order if i in fastest}, None)
         self._local_workers.add(partial(self._read_local, run) for run in self._runs(flights))
         self._ask_remote(load, [i for i in load.order if i not in fastest], 0, failure)
 
@@ -163,7 +165,7 @@ class Loader:
 
     def _read_local(self, run: Sequence[_Flight]) -> None:
         """Read blocks that one level should have into the memory of the first who want them."""
-        boarded = [(f, first) for f, first in zip(run, self._board(run, LOCAL), strict=True) if first is not None]
+        boarded = [(f, first) for f, first in zip(run, self._board(run, None), strict=True) if first is not None]
         level = self._local[run[0].number]
         try:
             done = level.fetch_run([(flight.record, first.out) for flight, first in boarded])
@@ -171,7 +173,7 @@ class Loader:
             log.exception("reading from %s failed", level.name)
             done = [False] * len(boarded)
         read = [(f, first.out) for (f, first), is_done in zip(boarded, done, strict=True) if is_done]
-        self._land(read, LOCAL, level)
+        self._land(read, None, level)
         for (flight, first), is_done in zip(boarded, done, strict=True):
             if not is_done:
                 self._read_alone(flight, first)
@@ -181,11 +183,11 @@ class Loader:
         failures = []
         for level in self._local[flight.number :]:
             if (failure := self._fetch(level, flight.record, first.out, None)) is None:
-                self._land([(flight, first.out)], LOCAL, level)
+                self._land([(flight, first.out)], None, level)
                 return
             failures.append(failure)
         told = [failure for failure in failures if failure.reason is not FailureReason.MISSING]
-        self._divert(flight, LOCAL, (told or failures)[0])
+        self._divert(flight, None, (told or failures)[0])
 
     # Remote tiers
 
@@ -232,7 +234,7 @@ class Loader:
 
     # One read for all
 
-    def _flights_for(self, load: _Load, numbers: Mapping[int, int], place: int) -> list[_Flight]:
+    def _flights_for(self, load: _Load, numbers: Mapping[int, int], place: Place) -> list[_Flight]:
         """New flights for those blocks (with the level to ask first) that no other load's flight brings already."""
         flights = []
         with self._lock:
@@ -252,16 +254,16 @@ class Loader:
                     flight.boarded.append((load, i))
         return flights
 
-    def _board(self, flights: Sequence[_Flight], place: int) -> list[Wanted | None]:
-        """Begin to read for all who still want the blocks; of each block the first of them, or None. LOCAL: into its
+    def _board(self, flights: Sequence[_Flight], place: Place) -> list[Wanted | None]:
+        """Begin to read for all who still want the blocks; of each block the first of them, or None. Locally: into its
         memory.
         """
         with self._lock:
             return [self._first_aboard(flight, place) for flight in flights]
 
-    def _first_aboard(self, flight: _Flight, place: int) -> Wanted | None:
+    def _first_aboard(self, flight: _Flight, place: Place) -> Wanted | None:
         for load, i in flight.waiting:
-            if load.ticket.begin(i, attached=place == LOCAL and not flight.boarded):
+            if load.ticket.begin(i, attached=place is None and not flight.boarded):
                 flight.boarded.append((load, i))
         flight.waiting.clear()
         if not flight.boarded:
@@ -270,20 +272,20 @@ class Loader:
         load, i = flight.boarded[0]
         return load.ticket.wanted[i]
 
-    def _end(self, flights: Sequence[_Flight], place: int) -> list[list[tuple[_Load, int]]]:
+    def _end(self, flights: Sequence[_Flight], place: Place) -> list[list[tuple[_Load, int]]]:
         """Nobody joins any more; of each flight everybody who did, the first last: copies are made from its memory."""
         with self._lock:
             for flight in flights:
                 self._close(flight, place)
             return [flight.boarded[::-1] for flight in flights]
 
-    def _close(self, flight: _Flight, place: int) -> None:
+    def _close(self, flight: _Flight, place: Place) -> None:
         if self._flights.get((flight.record.id, place)) is flight:
             del self._flights[flight.record.id, place]
         self._count_local(place, -1)
 
-    def _count_local(self, place: int, change: int) -> None:
-        if place != LOCAL:
+    def _count_local(self, place: Place, change: int) -> None:
+        if place is not None:
             return
         before, self._flying = self._flying, self._flying + change
         if not self._flying:
@@ -291,7 +293,7 @@ class Loader:
         elif not before:
             self.idle.clear()
 
-    def _land(self, read: Sequence[tuple[_Flight, Buffer]], place: int, level: Level) -> None:
+    def _land(self, read: Sequence[tuple[_Flight, Buffer]], place: Place, level: Level) -> None:
         """The blocks are there, verified, each in its buffer: hand them to all."""
         for flight, kv in read:
             self._promote(flight.record, kv, level, flight.boarded[0][0].marks)
@@ -308,11 +310,11 @@ class Loader:
                     load.first.add(level.name)
                     level.meter.first_block(time.perf_counter() - load.started, len(kv))
 
-    def _divert(self, flight: _Flight, place: int, failure: Failure) -> None:
+    def _divert(self, flight: _Flight, place: Place, failure: Failure) -> None:
         """Nobody asked so far has it: go on with the next remote tier, everybody for themselves."""
         for load, i in self._end([flight], place)[0]:
             load.ticket.wait_again(i)
-            self._ask_remote(load, [i], place + 1, failure)
+            self._ask_remote(load, [i], 0 if place is None else place + 1, failure)
 
     def _fetch(self, level: Level, record: BlockRecord, kv: Buffer, timeout_s: float | None) -> Failure | None:
         """Read and verify; None if `kv` holds the block now."""
