@@ -138,13 +138,19 @@ class Requests:
                 log.exception("looking for stored blocks failed")
                 return None
             known.found, known.looked_s = found, now
-        if self._probe is None or found.word is Word.SURE:
-            return found
+        if self._probe is not None and found.word is not Word.SURE:
+            found = self._ask(known, request_id, found, self._probe)
+            if found.word is Word.SURE:  # until the next look: vLLM asks block by block
+                known.found = found
+        return found
+
+    def _ask(self, known: Known, request_id: str, found: Found, probe: Probe) -> Found:
+        """Remote tiers too, if what they may have would be worth a load."""
         if known.hoped is None:
             known.hoped = self._reuse.worth(self._reuse.hope(found), can_meet=False)
         if known.hoped.way is Way.COMPUTE:
             return self._reuse.heard(known.chain, found, {})
-        return self._probe.ask(request_id, known.chain, found)
+        return probe.ask(request_id, known.chain, found)
 
     def _is_worth_it(self, known: Known, found: Found) -> bool:
         """Whether to load what is stored of a request; decided when some of it is found, and then it stays so."""
