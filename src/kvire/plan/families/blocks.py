@@ -32,7 +32,7 @@ class Block:
     """One family's layers beside their projections.
 
     norms: vectors as wide as the hidden size in a layer that mixes and feeds forward; norm_bias: each has a bias.
-    bias, out_bias: on Q, K and V, and on the projection back.
+    bias, out_bias: on Q, K and V, and on the projection back; None for the same.
     qk_norm: a norm of Q and one of K: over a "head", over "all" heads, or "" for none; qk_flag switches it.
     more: further parameters of one layer. beside: those outside the layers, but for embeddings and the last norm.
     """
@@ -41,7 +41,7 @@ class Block:
     norms: int = 2
     norm_bias: bool = False
     bias: Flag = False
-    out_bias: Flag = False
+    out_bias: Flag | None = None
     qk_norm: str = ""
     qk_flag: Flag = True
     more: Callable[[Fields, int, Mixer], int] = lambda *_: 0
@@ -65,7 +65,8 @@ class Block:
 
     def _attention(self, f: Fields, mixer: Mixer) -> int:
         """Biases of the projections, norms of Q and K."""
-        bias, out_bias, normed = on(f, self.bias), on(f, self.out_bias), on(f, self.qk_flag)
+        bias, normed = on(f, self.bias), on(f, self.qk_flag)
+        out_bias = bias if self.out_bias is None else on(f, self.out_bias)
         if not isinstance(mixer, Attention):
             return 0
         queries, kv = mixer.heads * mixer.key_width, mixer.kv_heads * (mixer.key_width + mixer.value_width)
@@ -182,6 +183,11 @@ def experts_if_any(f: Fields, _: int) -> Feed:
 def gpt_oss(f: Fields, _: int) -> Feed:
     """Experts and router with biases."""
     return routed(f, "num_local_experts", biases=2 * f.whole("intermediate_size") + f.whole("hidden_size"), router=1)
+
+
+def xielu(*_: object) -> int:
+    """Apertus: two numbers of its activation, xIELU."""
+    return 2
 
 
 def sinks(f: Fields, _: int, mixer: Mixer) -> int:

@@ -74,164 +74,155 @@ def _planned(layout: Layout, block: Block, **defaults: Any) -> Family:
     return Family(layout, block, defaults, runs=False)
 
 
+def _pattern(nth: int) -> Layout:
+    return layouts.full_every(nth, field="sliding_window_pattern")
+
+
+def _after(layer: int) -> dict[str, Any]:
+    return {"sliding_window": 4096, "max_window_layers": layer}
+
+
 _full, _window = layouts.full, layouts.one_window
 _every = layouts.full_every
+_ERNIE: dict[str, Any] = {"moe_layer_start_index": 1, "moe_layer_end_index": -1}
+_GEMMA3: dict[str, Any] = {"sliding_window": 4096, "vocab_size": 262208}
+_GEMMA4: dict[str, Any] = {"sliding_window": 512, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 256}
+_INDEX: dict[str, Any] = {"index_head_dim": 128, "index_topk": 2048}
 _PATTERN = {"_sliding_window_pattern": "sliding_window_pattern"}
-_GPT2 = {
+_GPT2_NAMES = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
 }
 
-# What is beside the projections. Experts: in every layer, or but for the first few.
-_gated, _biased = Block(dense()), Block(dense(), bias="attention_bias", out_bias="attention_bias")
-_llama = Block(dense(bias="mlp_bias"), bias="attention_bias", out_bias="attention_bias")
-_qwen2, _qwen3 = Block(dense(), bias=True), Block(dense(), bias="attention_bias", out_bias="attention_bias",
-                                                  qk_norm="head")  # fmt: skip
-_olmo2 = Block(dense(), bias="attention_bias", out_bias="attention_bias", qk_norm="all")
-_gemma2 = Block(dense(), norms=4, bias="attention_bias", out_bias="attention_bias")
-_cohere = Block(
-    dense(), norms=1, bias="attention_bias", out_bias="attention_bias", qk_norm="all", qk_flag="use_qk_norm"
+# What is beside the projections, by what is told by it. Biases: the fields that switch them.
+_gated = Block(dense())
+_biased = Block(dense(), bias="attention_bias")
+_llama = Block(dense(bias="mlp_bias"), bias="attention_bias")
+_cwm = Block(dense(bias="mlp_bias"))
+_helium = Block(dense(bias="mlp_bias"), bias="attention_bias", out_bias=False)
+_seed_oss = Block(dense(bias="mlp_bias"), bias="attention_bias", out_bias="attention_out_bias")
+_arcee = Block(dense(2, bias="mlp_bias"), bias="attention_bias")
+_nemotron = Block(dense(2, bias="mlp_bias"), norm_bias=True, bias="attention_bias")
+_ernie = Block(dense(bias="use_bias"), bias="use_bias")
+_starcoder2 = Block(dense(2, bias="use_bias"), norm_bias=True, bias="use_bias")
+_glm = Block(dense(), bias="attention_bias", out_bias=False)
+_glm4 = Block(dense(), norms=4, bias="attention_bias", out_bias=False)
+_olmo = Block(dense(), norms=0, bias="attention_bias")
+_olmo2 = Block(dense(), bias="attention_bias", qk_norm="all")
+_cohere = Block(dense(), norms=1, bias="attention_bias", qk_norm="all", qk_flag="use_qk_norm")
+_cohere2 = Block(dense(), norms=1, bias="attention_bias")
+_stablelm = Block(dense(), norm_bias=True, bias="use_qkv_bias", out_bias=False, qk_norm="all", qk_flag="qk_layernorm")
+_qwen2 = Block(dense(), bias=True, out_bias=False)
+_qwen3 = Block(dense(), bias="attention_bias", qk_norm="head")
+_exaone4 = Block(dense(), qk_norm="head")
+_apertus = Block(dense(2), bias="attention_bias", qk_norm="head", more=blocks.xielu)
+_gemma2 = Block(dense(), norms=4, bias="attention_bias")
+_gemma3 = Block(dense(), norms=4, bias="attention_bias", qk_norm="head")
+_gemma4 = Block(
+    blocks.gemma4_feed, norms=4, bias="attention_bias", more=blocks.gemma4_more, beside=blocks.gemma4_beside
 )
-_local = Block(experts("num_local_experts"))
-_granitemoe = Block(
-    experts("num_local_experts", shared=shared_by_width("shared_intermediate_size")),
-    bias="attention_bias", out_bias="attention_bias",
-)  # fmt: skip
-_routed = experts("n_routed_experts", shared=shared_by_count("n_shared_experts"), is_dense=blocks.first_dense, router=1)
+_phi = Block(dense(2, bias=True), norms=1, norm_bias=True, bias=True, beside=blocks.head_bias)
+_gpt2 = Block(dense(2, bias=True, width="n_inner", widening=4), norm_bias=True, bias=True, beside=blocks.positions)
+_gpt_neox = Block(dense(2, bias=True), norm_bias=True, bias="attention_bias")
+# With experts.
+_mixtral = Block(experts("num_local_experts"))
+_minimax = Block(experts("num_local_experts"), qk_norm="all")
+_granite_shared = shared_by_width("shared_intermediate_size")
+_granitemoe = Block(experts("num_local_experts", shared=_granite_shared), bias="attention_bias")
+_olmoe = Block(experts("num_experts"), bias="attention_bias", qk_norm="all")
+_qwen3_moe = Block(experts("num_experts", is_dense=blocks.qwen_dense), bias="attention_bias", qk_norm="head")
+_qwen2_shared = shared_by_width("shared_expert_intermediate_size", gate=True)
+_qwen2_moe = Block(
+    experts("num_experts", shared=_qwen2_shared, is_dense=blocks.qwen_dense), bias="qkv_bias", out_bias=False
+)
+_ernie_shared = shared_by_count("moe_num_shared_experts")
+_ernie_moe = Block(
+    experts("moe_num_experts", "moe_k", shared=_ernie_shared, is_dense=blocks.ernie_dense, router=1), bias="use_bias"
+)
+_hunyuan_moe = Block(
+    experts("num_experts", "moe_topk", shared=blocks.shared_like_dense), bias="attention_bias", qk_norm="head"
+)
+_gpt_oss = Block(blocks.gpt_oss, bias="attention_bias", more=blocks.sinks)
+_shared = shared_by_count("n_shared_experts")
+_routed = experts("n_routed_experts", shared=_shared, is_dense=blocks.first_dense, router=1)
+_deepseek_v2 = Block(experts("n_routed_experts", shared=_shared, is_dense=blocks.first_dense))
 _deepseek = Block(_routed, bias="attention_bias")
-_gpt = Block(
-    dense(2, bias=True, width="n_inner", widening=4), norm_bias=True, bias=True, out_bias=True, beside=blocks.positions
-)
-_qwen_hybrid = Block(blocks.experts_if_any, bias="attention_bias", out_bias="attention_bias", qk_norm="head")
+_dots1 = Block(_routed, bias="attention_bias", qk_norm="head")
+_glm4_moe = Block(_routed, bias="attention_bias", out_bias=False, qk_norm="head", qk_flag="use_qk_norm")
+_mimo = Block(experts("n_routed_experts", is_dense=lambda _, layer: layer == 0, router=1), more=blocks.sinks)
+_llama4 = Block(blocks.llama4_feed, bias="attention_bias")
+_qwen_hybrid = Block(blocks.experts_if_any, bias="attention_bias", qk_norm="head")
+_nemotron_h = Block(blocks.nemotron_h_feed, norms=1, bias="attention_bias")
 
+# layout, block, positions, layers, hidden size, heads, KV heads, head width
 FAMILIES: dict[str, Family] = {
     # Every layer sees everything.
     "llama": _family(_full, _llama, 2048, 32, 4096, 32, None),
-    "apertus": _family(_full, Block(dense(2), bias="attention_bias", out_bias="attention_bias", qk_norm="head",
-                                    more=lambda *_: 2), 65536, 32, 4096, 32, None),
-    "arcee": _family(_full, Block(dense(2, bias="mlp_bias"), bias="attention_bias", out_bias="attention_bias"),
-                     4096, 32, 2560, 32, None),
+    "apertus": _family(_full, _apertus, 65536, 32, 4096, 32, None),
+    "arcee": _family(_full, _arcee, 4096, 32, 2560, 32, None),
     "cohere": _family(_full, _cohere, 8192, 40, 8192, 64, None, tied=True),
-    "ernie4_5": _family(_full, Block(dense(bias="use_bias"), bias="use_bias", out_bias="use_bias"),
-                        131072, 18, 1024, 16, 2, 128, tied=True),
-    "ernie4_5_moe": _family(
-        _full,
-        Block(experts("moe_num_experts", "moe_k", shared=shared_by_count("moe_num_shared_experts"),
-                      is_dense=blocks.ernie_dense, router=1), bias="use_bias", out_bias="use_bias"),
-        131072, 28, 2560, 20, 4, tied=True, moe_layer_start_index=1, moe_layer_end_index=-1,
-    ),
+    "ernie4_5": _family(_full, _ernie, 131072, 18, 1024, 16, 2, 128, tied=True),
+    "ernie4_5_moe": _family(_full, _ernie_moe, 131072, 28, 2560, 20, 4, tied=True, **_ERNIE),
     "gemma": _family(_full, _biased, 8192, 28, 3072, 16, 16, 256, tied=True),
-    "glm": _family(_full, Block(dense(), bias="attention_bias"), 131072, 40, 4096, 32, 2, 128),
-    "glm4": _family(_full, Block(dense(), norms=4, bias="attention_bias"), 131072, 40, 4096, 32, 2, 128),
-    "glm4_moe": _family(_full, Block(_routed, bias="attention_bias", qk_norm="head", qk_flag="use_qk_norm"),
-                        131072, 46, 4096, 96, 8),
+    "glm": _family(_full, _glm, 131072, 40, 4096, 32, 2, 128),
+    "glm4": _family(_full, _glm4, 131072, 40, 4096, 32, 2, 128),
+    "glm4_moe": _family(_full, _glm4_moe, 131072, 46, 4096, 96, 8),
     "granite": _family(_full, _llama, 2048, 32, 4096, 32, None),
     "granitemoe": _family(_full, _granitemoe, 2048, 32, 4096, 32, None),
     "granitemoeshared": _family(_full, _granitemoe, 2048, 32, 4096, 32, None),
-    "helium": _family(_full, Block(dense(bias="mlp_bias"), bias="attention_bias"), 4096, 24, 2560, 20, 20, 128),
+    "helium": _family(_full, _helium, 4096, 24, 2560, 20, 20, 128),
     "hunyuan_v1_dense": _family(layouts.hunyuan, _qwen3, 2048, 32, 4096, 32, None),
-    "hunyuan_v1_moe": _family(
-        layouts.hunyuan,
-        Block(experts("num_experts", "moe_topk", shared=blocks.shared_like_dense), bias="attention_bias",
-              out_bias="attention_bias", qk_norm="head"),
-        2048, 32, 4096, 32, None,
-    ),
-    "minimax_m2": _family(layouts.full_if_softmax, Block(experts("num_local_experts"), qk_norm="all"),
-                          196608, 62, 3072, 48, 8, 128),
-    "nemotron": _family(_full, Block(dense(2, bias="mlp_bias"), norm_bias=True, bias="attention_bias",
-                                     out_bias="attention_bias"), 4096, 32, 6144, 48, None),
-    "olmo": _family(_full, Block(dense(), norms=0, bias="attention_bias", out_bias="attention_bias"),
-                    2048, 32, 4096, 32, None),
+    "hunyuan_v1_moe": _family(layouts.hunyuan, _hunyuan_moe, 2048, 32, 4096, 32, None),
+    "minimax_m2": _family(layouts.full_if_softmax, _minimax, 196608, 62, 3072, 48, 8, 128),
+    "nemotron": _family(_full, _nemotron, 4096, 32, 6144, 48, None),
+    "olmo": _family(_full, _olmo, 2048, 32, 4096, 32, None),
     "olmo2": _family(_full, _olmo2, 2048, 32, 4096, 32, None),
-    "olmoe": _family(_full, Block(experts("num_experts"), bias="attention_bias", out_bias="attention_bias",
-                                  qk_norm="all"), 4096, 16, 2048, 16, None),
-    "phi": _family(_full, Block(dense(2, bias=True), norms=1, norm_bias=True, bias=True, out_bias=True,
-                                beside=blocks.head_bias), 2048, 24, 2048, 32, None),
-    "seed_oss": _family(_full, Block(dense(bias="mlp_bias"), bias="attention_bias", out_bias="attention_out_bias"),
-                        524288, 64, 4096, 80, 8, 128, attention_bias=True),
-    "stablelm": _family(_full, Block(dense(), norm_bias=True, bias="use_qkv_bias", qk_norm="all",
-                                     qk_flag="qk_layernorm"), 4096, 32, 2560, 32, 32),
-    "gpt2": _family(layouts.one_head_per_query, _gpt, 1024, 12, 768, 12, None, tied=True, names=_GPT2),
-    "gpt_neox": _family(
-        layouts.one_head_per_query,
-        Block(dense(2, bias=True), norm_bias=True, bias="attention_bias", out_bias="attention_bias"),
-        2048, 44, 6144, 64, None, attention_bias=True,
-    ),
+    "olmoe": _family(_full, _olmoe, 4096, 16, 2048, 16, None),
+    "phi": _family(_full, _phi, 2048, 24, 2048, 32, None),
+    "seed_oss": _family(_full, _seed_oss, 524288, 64, 4096, 80, 8, 128, attention_bias=True),
+    "stablelm": _family(_full, _stablelm, 4096, 32, 2560, 32, 32),
+    "gpt2": _family(layouts.one_head_per_query, _gpt2, 1024, 12, 768, 12, None, tied=True, names=_GPT2_NAMES),
+    "gpt_neox": _family(layouts.one_head_per_query, _gpt_neox, 2048, 44, 6144, 64, None, attention_bias=True),
     # One window, or none, for every layer.
     "mistral": _family(_window, _gated, 131072, 32, 4096, 32, 8, sliding_window=4096),
     "ministral3": _family(_window, _gated, 262144, 34, 4096, 32, 8, 128),
-    "mixtral": _family(_window, _local, 131072, 32, 4096, 32, 8),
+    "mixtral": _family(_window, _mixtral, 131072, 32, 4096, 32, 8),
     "phi3": _family(_window, _gated, 4096, 32, 3072, 32, None),
-    "starcoder2": _family(
-        _window, Block(dense(2, bias="use_bias"), norm_bias=True, bias="use_bias", out_bias="use_bias"),
-        4096, 30, 3072, 24, 2, tied=True, use_bias=True,
-    ),
-    "qwen3_moe": _family(
-        layouts.one_window_if_used,
-        Block(experts("num_experts", is_dense=blocks.qwen_dense), bias="attention_bias", out_bias="attention_bias",
-              qk_norm="head"),
-        32768, 24, 2048, 32, 4, sliding_window=4096,
-    ),
+    "starcoder2": _family(_window, _starcoder2, 4096, 30, 3072, 24, 2, tied=True, use_bias=True),
+    "qwen3_moe": _family(layouts.one_window_if_used, _qwen3_moe, 32768, 24, 2048, 32, 4, sliding_window=4096),
     # Some layers slide.
-    "cohere2": _family(_every(4, field="sliding_window_pattern"), Block(dense(), norms=1, bias="attention_bias",
-                       out_bias="attention_bias"), 8192, 40, 8192, 64, None, tied=True, sliding_window=4096),
-    "cwm": _family(_every(4, first=True), Block(dense(bias="mlp_bias")), 131072, 64, 6144, 48, 8, 128,
-                   sliding_window=8192),
-    "dots1": _family(layouts.window_after_always, Block(_routed, bias="attention_bias", out_bias="attention_bias",
-                     qk_norm="head"), 2048, 62, 4608, 32, 32, sliding_window=4096, max_window_layers=62),
-    "exaone4": _family(layouts.exaone4, Block(dense(), qk_norm="head"), 2048, 32, 4096, 32, 32, sliding_window=4096),
+    "cohere2": _family(_pattern(4), _cohere2, 8192, 40, 8192, 64, None, tied=True, sliding_window=4096),
+    "cwm": _family(_every(4, first=True), _cwm, 131072, 64, 6144, 48, 8, 128, sliding_window=8192),
+    "dots1": _family(layouts.window_after_always, _dots1, 2048, 62, 4608, 32, 32, **_after(62)),
+    "exaone4": _family(layouts.exaone4, _exaone4, 2048, 32, 4096, 32, 32, sliding_window=4096),
     "gemma2": _family(_every(2), _gemma2, 8192, 26, 2304, 8, 4, 256, tied=True, sliding_window=4096),
-    "gemma3_text": _family(
-        _every(6, field="sliding_window_pattern"),
-        Block(dense(), norms=4, bias="attention_bias", out_bias="attention_bias", qk_norm="head"),
-        131072, 26, 2304, 8, 4, 256, tied=True, names=_PATTERN, sliding_window=4096, vocab_size=262208,
-    ),
-    "gemma4_text": _family(
-        layouts.gemma4,
-        Block(blocks.gemma4_feed, norms=4, bias="attention_bias", out_bias="attention_bias", more=blocks.gemma4_more,
-              beside=blocks.gemma4_beside),
-        131072, 30, 2304, 8, 4, 256, tied=True, sliding_window=512, num_kv_shared_layers=0,
-        hidden_size_per_layer_input=256,
-    ),
-    "gpt_oss": _family(_every(2), Block(blocks.gpt_oss, bias="attention_bias", out_bias="attention_bias",
-                       more=blocks.sinks), 131072, 36, 2880, 64, 8, 64, sliding_window=128, attention_bias=True),
+    "gemma3_text": _family(_pattern(6), _gemma3, 131072, 26, 2304, 8, 4, 256, tied=True, names=_PATTERN, **_GEMMA3),
+    "gemma4_text": _family(layouts.gemma4, _gemma4, 131072, 30, 2304, 8, 4, 256, tied=True, **_GEMMA4),
+    "gpt_oss": _family(_every(2), _gpt_oss, 131072, 36, 2880, 64, 8, 64, sliding_window=128, attention_bias=True),
     "ministral": _family(layouts.all_or_none, _gated, 131072, 32, 4096, 32, 8, sliding_window=4096),
     "olmo3": _family(_every(4), _olmo2, 2048, 32, 4096, 32, None, sliding_window=4096),
-    "qwen2": _family(layouts.window_after, _qwen2, 32768, 32, 4096, 32, 32, sliding_window=4096, max_window_layers=28),
-    "qwen2_moe": _family(
-        layouts.window_before,
-        Block(experts("num_experts", shared=shared_by_width("shared_expert_intermediate_size", gate=True),
-                      is_dense=blocks.qwen_dense), bias="qkv_bias"),
-        32768, 24, 2048, 16, 16, sliding_window=4096, max_window_layers=28, qkv_bias=True,
-    ),
-    "qwen3": _family(layouts.window_after, _qwen3, 32768, 32, 4096, 32, 32, 128, sliding_window=4096,
-                     max_window_layers=28),
+    "qwen2": _family(layouts.window_after, _qwen2, 32768, 32, 4096, 32, 32, **_after(28)),
+    "qwen2_moe": _family(layouts.window_before, _qwen2_moe, 32768, 24, 2048, 16, 16, qkv_bias=True, **_after(28)),
+    "qwen3": _family(layouts.window_after, _qwen3, 32768, 32, 4096, 32, 32, 128, **_after(28)),
     "smollm3": _family(layouts.smollm3, _llama, 32768, 36, 2048, 16, 4, tied=True, no_rope_layer_interval=4),
     "vaultgemma": _family(_every(2), _biased, 8192, 26, 2304, 8, 4, 256, tied=True, sliding_window=4096),
     # Multi-head latent attention.
-    "deepseek_v2": _latent(
-        2048, 32, 32,
-        Block(experts("n_routed_experts", shared=shared_by_count("n_shared_experts"), is_dense=blocks.first_dense)),
-        nope=128, value=128, query=1536,
-    ),
+    "deepseek_v2": _latent(2048, 32, 32, _deepseek_v2, nope=128, value=128, query=1536),
     "deepseek_v3": _latent(4096, 61, 128, _deepseek, nope=128, value=128, query=1536),
     "glm4_moe_lite": _latent(202752, 47, 20, _deepseek, nope=192, value=256, query=768),
     # Planned for only: what the engine does not run.
     "kimi_k2": _planned(layouts.latent, _deepseek),
-    "deepseek_v32": _planned(layouts.sparse_latent, _deepseek, index_n_heads=64, index_head_dim=128, index_topk=2048),
-    "glm_moe_dsa": _planned(layouts.sparse_latent, _deepseek, index_n_heads=32, index_head_dim=128, index_topk=2048),
-    "llama4_text": _planned(layouts.llama4, Block(blocks.llama4_feed, bias="attention_bias",
-                            out_bias="attention_bias")),
-    "mimo_v2_flash": _planned(layouts.mimo_v2, Block(experts("n_routed_experts", is_dense=lambda _, i: i == 0,
-                              router=1), more=blocks.sinks)),
+    "deepseek_v32": _planned(layouts.sparse_latent, _deepseek, index_n_heads=64, **_INDEX),
+    "glm_moe_dsa": _planned(layouts.sparse_latent, _deepseek, index_n_heads=32, **_INDEX),
+    "llama4_text": _planned(layouts.llama4, _llama4),
+    "mimo_v2_flash": _planned(layouts.mimo_v2, _mimo),
     "qwen3_next": _planned(layouts.gated_delta_net, _qwen_hybrid, head_dim=256),
     "qwen3_5_text": _planned(layouts.gated_delta_net, _qwen_hybrid, head_dim=256),
     "qwen3_5_moe_text": _planned(layouts.gated_delta_net, _qwen_hybrid, head_dim=256),
-    "nemotron_h": _planned(layouts.nemotron_h, Block(blocks.nemotron_h_feed, norms=1, bias="attention_bias",
-                           out_bias="attention_bias"), head_dim=128),
-}  # fmt: skip
+    "nemotron_h": _planned(layouts.nemotron_h, _nemotron_h, head_dim=128),
+}
 
 
 def running() -> tuple[str, ...]:
