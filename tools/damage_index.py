@@ -58,7 +58,9 @@ def main() -> None:
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     for kind in KINDS:
-        Tally(**result[kind]).check()
+        tally = Tally(**result[kind])
+        tally.check()
+        assert tally.slow == 0, tally.troubles
 
 
 if __name__ == "__main__":
