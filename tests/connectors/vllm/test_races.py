@@ -142,7 +142,24 @@ def drafts_cost_no_block() -> None:
             again.close()
 
 
+def a_lookup_that_fails_is_a_miss() -> None:
+    """Whatever the store raises: in vLLM's scheduler it would end the engine."""
+
+    def failing(_ids):
+        raise RuntimeError("no store may raise this")
+
+    with folder() as path, store_over(memory, path) as store:
+        engine = SmallEngine(store)
+        engine.run(Request("a", list(FIRST)))
+        store.held = failing
+        assert engine.run(Request("b", list(FIRST))).stored_tokens == 0
+        engine.close()
+        del store.held
+        assert store.flush(waiting.PATIENCE_S)
+
+
 CASES: Cases = [
+    (a_lookup_that_fails_is_a_miss, []),
     (bytes_that_a_local_tier_brings_late_land_nowhere, [broken.memory_is_reused_under_a_read]),
     (bytes_that_a_remote_tier_brings_late_land_nowhere, [broken.late_bytes_go_to_the_callers_memory]),
     (a_cancelled_load_keeps_its_blocks_until_nobody_writes_there, [broken.cancelled_loads_are_over_at_once]),
