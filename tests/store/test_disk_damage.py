@@ -151,6 +151,7 @@ def test_a_lie_that_could_be_true_costs_no_block(tmp_path: Path, lie: str) -> No
     change(tmp_path, LIES[lie])
     new = records_of(5_000, 30)
     with closing(opened(tmp_path)) as tier:
+        mend(tier)
         for record in new:
             try:
                 put(tier, record, size=size_of(record))
@@ -264,3 +265,17 @@ def test_a_head_is_written_when_its_frame_is_there(tmp_path: Path) -> None:
             settle(tier)
             with suppress(BlockMissing):
                 assert get(tier, record_of(2)) is not None, "a head before its frame"
+
+
+def test_a_schema_that_is_spelt_otherwise_meanwhile_is_damage(tmp_path: Path) -> None:
+    """SQLite knows `SLOT` for `slot`, and tells it so, to a connection that is opened now."""
+    make(tmp_path)
+    with closing(opened(tmp_path)) as tier:
+        index = tmp_path / "index.db"
+        content = index.read_bytes()
+        index.write_bytes(content.replace(b"blocks (slot INTEGER", b"blocks (SLOT INTEGER"))
+        with tier._access.reads() as folder:
+            while folder.index._idle:
+                folder.index._idle.pop().close()
+        mend(tier)
+        assert here(tier) == len(BLOCKS)

@@ -43,9 +43,9 @@ MOST_NAMESPACES, MOST_NAMESPACE_BYTES = 32, 4096
 BUSY_TIMEOUT_S = 5.0
 MOST_ABOVE = 1 << 16  # blocks of one prompt; in a damaged index they may go in a circle
 MOST_ASKED = 400  # ids in one query: SQLite of 2019 takes 999 values
-# A statement that takes more of its thread's time goes round in circles; measured: 0.4 s for the longest prompt.
+# A statement that takes more of its thread's time goes round in circles: others of its kind take milliseconds.
 STATEMENT_CPU_S = 1.0
-WARMING_CPU_S = 60.0  # it reads all of the index
+LONG_CPU_S = 10.0  # for those that read much, and find an end by themselves: 0.5 s for 65,536 blocks of one prompt
 INSTRUCTIONS_PER_LOOK = 20_000  # SQLite's, between two looks at the time
 DAMAGE = frozenset({
     sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_TOOBIG,
@@ -273,13 +273,14 @@ class DiskIndex:
             key,
             before,
             now,
+            cpu_s=LONG_CPU_S,
         )
         return [BlockId(BlockKey(key), group) for key, group in rows]
 
     def warm(self) -> None:
         """Read what lookups read, so that the first ones need not wait for the disk."""
         warming = "SELECT count(*) AS blocks FROM blocks INDEXED BY by_key WHERE key >= x''"
-        self.query(warming, cpu_s=WARMING_CPU_S)
+        self.query(warming, cpu_s=LONG_CPU_S)
 
     def retire(self) -> None:
         """Close every connection. Nobody may use it any more."""

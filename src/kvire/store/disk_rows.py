@@ -31,8 +31,10 @@ class Column:
 
 
 def column(name: str) -> Column:
-    """The column of this name; every one that a statement reads has to be here."""
-    return _COLUMNS[name]
+    """The column of this name; every one that a statement reads has to be here. Raises IndexDamagedError."""
+    if (known := _COLUMNS.get(name)) is None:  # SQLite tells names as the schema in the file spells them
+        raise IndexDamagedError(f"it has a column {name!r}")
+    return known
 
 
 def check_rows(columns: Sequence[Column], rows: Sequence[tuple[Any, ...]]) -> None:

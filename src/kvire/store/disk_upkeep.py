@@ -175,9 +175,9 @@ class Upkeep:
         """Give segments back while the folder takes more than it may, since the limit was lowered."""
         if spare_bytes(folder.index.query) >= 0:
             return False
+        must_be_as_long_as_files(folder)
         with folder.room(self._evicted) as room:
             for segment in () if spare_bytes(room.run) >= 0 else room.coldest(None, before=float("inf"))[:1]:
-                must_be_as_long_as_files(folder)
                 log.warning("%s is above its limit: %d slots are given back", folder.path, segment.slots)
                 room.drop(segment)
                 return True
