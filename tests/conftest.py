@@ -108,6 +108,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if getattr(item, "originalname", "") == "test_notices_a_broken_build":
             item.add_marker(pytest.mark.mutant)
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
