@@ -29,7 +29,7 @@ import reporting
 
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 
 FRAME_BYTES = 368_900
 BLOCKS = 1000

@@ -16,7 +16,7 @@ import reporting
 from reporting import Bar, figure
 
 from kvire.bench.figures import number
-from kvire.cli.plan_calibrate import LENGTHS, REPEATS, collect, measure
+from kvire.cli.plan.calibrate import LENGTHS, REPEATS, collect, measure
 from kvire.plan.calibration import Asked, measured_machine, measured_tiers
 from kvire.plan.cards import card
 from kvire.plan.check import WITHIN

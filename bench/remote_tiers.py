@@ -24,7 +24,7 @@ from reporting import describe, summary, write
 
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
-from kvire.store.remote import open_remote
+from kvire.store.remote.open import open_remote
 from kvire.store.tier import Tier
 
 FRAMES = 256

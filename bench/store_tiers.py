@@ -30,12 +30,12 @@ from kvire.codec.frame import Frames
 from kvire.core.config import StoreConfig
 from kvire.core.keys import BlockKey, block_keys
 from kvire.core.record import BlockId, BlockRecord
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 from kvire.store.keyring import Keyring
-from kvire.store.memory import MemoryTier
+from kvire.store.memory.tier import MemoryTier
 from kvire.store.open import unsealed
 from kvire.store.place import DISK_BYTES
-from kvire.store.remote import open_remote
+from kvire.store.remote.open import open_remote
 from kvire.store.ticket import LoadState, Wanted
 from kvire.store.tiered import TieredStore
 

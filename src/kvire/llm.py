@@ -23,9 +23,9 @@ from kvire.engine.request import Output, Request, SamplingParams
 from kvire.engine.result import Collector, Result
 from kvire.models.chat import ChatPrompt, continue_chat, encode_chat
 from kvire.models.progress import Progress
+from kvire.sessions.folder import Sessions, open_sessions
+from kvire.sessions.session_file import Session
 from kvire.store.open import describe
-from kvire.store.session_file import Session
-from kvire.store.sessions import Sessions, open_sessions
 from kvire.store.tiered import TieredStore
 
 Prompt = str | Sequence[int]

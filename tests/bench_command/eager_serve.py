@@ -4,13 +4,13 @@ from functools import partial
 
 import torch
 
-from kvire.cli import store_options
+from kvire.cli import store_config
 from kvire.cli.main import app
 from kvire.engine import engine
 from kvire.plan import cost
 
 torch.set_num_threads(1)
 engine.PREFILL_TOKEN_S = 10.0
-store_options.StoreConfig = partial(store_options.StoreConfig, load_timeout_s=60.0)  # type: ignore[misc, assignment]
+store_config.StoreConfig = partial(store_config.StoreConfig, load_timeout_s=60.0)  # type: ignore[misc, assignment]
 cost.PrefillSpeed.measured = lambda speed, *_: setattr(speed, "samples", 1)  # type: ignore[method-assign]
 app()

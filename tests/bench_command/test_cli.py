@@ -13,7 +13,7 @@ from harness.commands import command
 from server.serving import running, tiny_engine
 
 from kvire.bench import results
-from kvire.cli.bench_arms import arms_of, without_secrets
+from kvire.cli.bench.arms import arms_of, without_secrets
 from kvire.core.errors import ConfigError
 
 
@@ -73,7 +73,7 @@ def test_the_default_measures_every_state_of_the_embedded_model(bench, monkeypat
         return made_report()
 
     monkeypatch.setattr("kvire.bench.run.measure", measure)
-    monkeypatch.setattr("kvire.cli.bench_arms.token_ids", lambda *_: lambda prompt: tuple(prompt.text.encode()))
+    monkeypatch.setattr("kvire.cli.bench.arms.token_ids", lambda *_: lambda prompt: tuple(prompt.text.encode()))
     code, out, err = bench()
     assert code == 0, err
     settings, [arm] = asked["settings"], asked["arms"].values()
@@ -89,7 +89,7 @@ def test_the_default_measures_every_state_of_the_embedded_model(bench, monkeypat
 
 def test_a_full_disk_does_not_cost_the_table(bench, monkeypatch, tmp_path):
     monkeypatch.setattr("kvire.bench.run.measure", lambda *_, **__: made_report())
-    monkeypatch.setattr("kvire.cli.bench_arms.token_ids", lambda *_: lambda prompt: tuple(prompt.text.encode()))
+    monkeypatch.setattr("kvire.cli.bench.arms.token_ids", lambda *_: lambda prompt: tuple(prompt.text.encode()))
 
     def full(*_):
         raise ConfigError("cannot write: No space left on device")

@@ -17,7 +17,7 @@ from kvire.codec.seal import TAG_BYTES
 from kvire.core.config import StoreConfig
 from kvire.core.report import MissReason
 from kvire.store.keyring import Keyring
-from kvire.store.remote import open_remote
+from kvire.store.remote.open import open_remote
 from kvire.store.tier import TierKind
 from kvire.store.tiered import TieredStore
 

@@ -99,7 +99,7 @@ READER = """
 import sys
 from kvire.core.keys import block_keys
 from kvire.core.record import BlockId
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 folder, root, prompt = sys.argv[1:]
 keys = block_keys(bytes.fromhex(root), [int(token) for token in prompt.split(",")], 16)
 with DiskTier(folder) as tier:

@@ -32,7 +32,7 @@ from store.stores import MIB, BentTier, open_store
 
 from kvire.core.errors import BlockMissing
 from kvire.core.report import MissReason
-from kvire.store.memory import MemoryTier
+from kvire.store.memory.tier import MemoryTier
 
 B = BLOCK
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from harness.commands import command
 
-from kvire.cli import store_tidy
+from kvire.cli.store import forget
 from kvire.store.keyring import Keyring
 
 
@@ -14,7 +14,7 @@ from kvire.store.keyring import Keyring
 def keyring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keyring:
     path = tmp_path / "keys" / "keyring.json"
     monkeypatch.setenv("KVIRE_KEY_FILE", str(path))
-    monkeypatch.setattr(store_tidy, "WRITERS_S", 0.0)
+    monkeypatch.setattr(forget, "WRITERS_S", 0.0)
     return Keyring(path)
 
 

@@ -14,10 +14,10 @@ from store.blocks import kv_of, namespace, records_of
 from kvire.codec.frame import Frames
 from kvire.core.errors import TierUnavailable
 from kvire.core.record import BlockRecord
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 from kvire.store.keyring import Keyring
-from kvire.store.remote import open_remote
-from kvire.store.remote_tier import RemoteTier
+from kvire.store.remote.open import open_remote
+from kvire.store.remote.tier import RemoteTier
 
 CAPACITY_BYTES = 128 << 20  # more than a writer fills during a test
 SPEC = "full layers=0,1 heads=1 k=4 v=4 window=0"

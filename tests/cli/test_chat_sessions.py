@@ -12,8 +12,8 @@ from kvire.core.config import StoreConfig
 from kvire.core.errors import ConfigError, RequestError
 from kvire.llm import LLM
 from kvire.models.chat import continue_chat
-from kvire.store.session_file import SessionError
-from kvire.store.sessions import SessionConflictError
+from kvire.sessions.folder import SessionConflictError
+from kvire.sessions.session_file import SessionError
 
 pytestmark = pytest.mark.usefixtures("loading_pays")
 

@@ -11,7 +11,7 @@ import pytest
 from harness.commands import command
 from models.tiny import make_tiny
 
-from kvire.cli.plan_calibrate import measure
+from kvire.cli.plan.calibrate import measure
 from kvire.core.cache_folder import write_json
 from kvire.plan.calibration import (
     Asked,

@@ -13,15 +13,15 @@ from cli import stores
 from cli.stores import BLOCKS, HOUR_S, fill, held, open_tier, prompt, put
 from harness.waiting import until
 
-from kvire.cli import store_tidy
-from kvire.cli.store_place import opened
+from kvire.cli.store import forget
+from kvire.cli.store.place import opened
 from kvire.core.errors import TierUnavailable
 from kvire.core.record import BlockId
-from kvire.store.disk import DiskTier
-from kvire.store.files import Files
+from kvire.sessions.folder import Sessions
+from kvire.sessions.session_file import Session
+from kvire.store.disk.files import Files
+from kvire.store.disk.tier import DiskTier
 from kvire.store.keyring import Keyring
-from kvire.store.session_file import Session
-from kvire.store.sessions import Sessions
 
 
 def test_gc_removes_what_nobody_finds(kvire_store, folder: Path, keyring: Keyring) -> None:
@@ -236,7 +236,7 @@ def test_forget_also_removes_what_a_server_writes_meanwhile(
         with open_tier(folder) as tier:
             put(tier, keyring, [late])
 
-    monkeypatch.setattr(store_tidy.time, "sleep", write_late)
+    monkeypatch.setattr(forget.time, "sleep", write_late)
     kvire_store("forget", folder, "--tenant", "other", "--yes")
     assert not any(held(folder, [late, *prompts["other"]]))
 

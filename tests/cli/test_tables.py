@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from kvire.bench import results
-from kvire.cli.bench_table import print_report
+from kvire.cli.bench.table import print_report
 from kvire.cli.display import tables_of_columns
 from kvire.store.keyring import Keyring
 

@@ -18,7 +18,7 @@ from store.test_keyring import without_locks
 from kvire.core.report import MissReason
 from kvire.engine.engine import Engine
 from kvire.engine.prefetch import MAX_PREPARED
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 
 B = BLOCK
 

@@ -28,7 +28,7 @@ from kvire.replay.simulate import run, run_store
 from kvire.replay.store_tiers import StoreTier, StoreTiers
 from kvire.store.eviction import policy as policy_module
 from kvire.store.eviction.policy import policies
-from kvire.store.memory import MemoryTier
+from kvire.store.memory.tier import MemoryTier
 
 CODEC = """
 import zlib

@@ -19,25 +19,27 @@ from kvire.codec.frame import Frames, Header
 from kvire.codec.seal import Checksum
 from kvire.core.errors import BlockMissing
 from kvire.core.keys import Namespace, field
-from kvire.store import disk_index, level, session_file
+from kvire.sessions import session_file
+from kvire.store import level
 from kvire.store.asker import Asker
-from kvire.store.clock import FollowingClock
-from kvire.store.disk import DiskTier
-from kvire.store.disk_folder import DiskFolder
-from kvire.store.disk_index import Watch
-from kvire.store.disk_room import Room
-from kvire.store.disk_salvage import Salvaged
-from kvire.store.disk_segments import HEAD_BYTES, SegmentFiles, place_of, segment_of
+from kvire.store.disk import index as disk_index
+from kvire.store.disk.clock import FollowingClock
+from kvire.store.disk.files import Files
+from kvire.store.disk.folder import DiskFolder
+from kvire.store.disk.index import Watch
+from kvire.store.disk.room import Room
+from kvire.store.disk.salvage import Salvaged
+from kvire.store.disk.segments import HEAD_BYTES, SegmentFiles, place_of, segment_of
+from kvire.store.disk.tier import DiskTier
 from kvire.store.epochs import Epochs
 from kvire.store.eviction.order import EvictionOrder
 from kvire.store.explain import Explainer
-from kvire.store.files import Files
 from kvire.store.health import Outage
 from kvire.store.keyring import Keyring
 from kvire.store.level import Level
 from kvire.store.loader import Loader, _Flight
-from kvire.store.memory import MemoryTier
-from kvire.store.object_tier import ObjectBackend
+from kvire.store.memory.tier import MemoryTier
+from kvire.store.remote.objects import ObjectBackend
 from kvire.store.survey import Space, Survey
 from kvire.store.ticket import LoadState, Ticket
 from kvire.store.workers import Workers
@@ -442,7 +444,7 @@ def heads_come_first(patch: pytest.MonkeyPatch) -> None:
 
 def clocks_that_are_put_right_stay_wrong(patch: pytest.MonkeyPatch) -> None:
     """The clock of the start counts for ever."""
-    patch.setattr("kvire.store.clock.FOLLOW_AT_MOST_S", 0.0)
+    patch.setattr("kvire.store.disk.clock.FOLLOW_AT_MOST_S", 0.0)
 
 
 def others_are_from_the_future(patch: pytest.MonkeyPatch) -> None:
@@ -457,7 +459,9 @@ def suspends_take_no_time(patch: pytest.MonkeyPatch) -> None:
 
 def shared_folders_are_open_to_all(patch: pytest.MonkeyPatch) -> None:
     """Files of a folder are made as the umask says."""
-    patch.setattr("kvire.store.object_tier.FolderBackend", lambda folder: ObjectBackend(LocalStore(folder, mkdir=True)))
+    patch.setattr(
+        "kvire.store.remote.objects.FolderBackend", lambda folder: ObjectBackend(LocalStore(folder, mkdir=True))
+    )
 
 
 def anybody_may_write_to_the_store(patch: pytest.MonkeyPatch) -> None:
@@ -467,7 +471,7 @@ def anybody_may_write_to_the_store(patch: pytest.MonkeyPatch) -> None:
 
 def new_folders_are_not_synced(patch: pytest.MonkeyPatch) -> None:
     """The first session is synced, the folders above it are not."""
-    patch.setattr("kvire.store.sessions._sync_way_to", lambda store: None)
+    patch.setattr("kvire.sessions.folder._sync_way_to", lambda store: None)
 
 
 def session_salts_are_random_only(patch: pytest.MonkeyPatch) -> None:

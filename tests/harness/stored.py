@@ -13,11 +13,11 @@ from kvire.codec.frame import Frames
 from kvire.core.config import StoreConfig
 from kvire.engine.engine import Engine
 from kvire.plan.cost import PrefillSpeed
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 from kvire.store.keyring import Keyring
-from kvire.store.memory import MemoryTier
+from kvire.store.memory.tier import MemoryTier
 from kvire.store.open import unsealed
-from kvire.store.remote import open_remote
+from kvire.store.remote.open import open_remote
 from kvire.store.tier import Tier
 from kvire.store.tiered import TieredStore
 

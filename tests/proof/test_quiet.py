@@ -14,10 +14,10 @@ from kvire.codec.frame import Frames
 from kvire.core.config import StoreConfig
 from kvire.core.keys import block_keys
 from kvire.server.metrics import store_metrics
-from kvire.store.disk import DiskTier
+from kvire.sessions.folder import Session, Sessions
+from kvire.store.disk.tier import DiskTier
 from kvire.store.keyring import Keyring
-from kvire.store.remote import open_remote
-from kvire.store.sessions import Session, Sessions
+from kvire.store.remote.open import open_remote
 from kvire.store.tiered import TieredStore
 
 PROMPTS, PROMPT_TOKENS = 1_000, 2 * BLOCK + 3

@@ -32,7 +32,7 @@ from kvire.core.report import MissReason
 from kvire.engine.build import build_engine
 from kvire.engine.engine import Engine
 from kvire.models import loader
-from kvire.store.remote import open_remote
+from kvire.store.remote.open import open_remote
 from kvire.store.tiered import TieredStore
 
 PROMPT = words(2, 12 * 32 + 3)  # so long that every change of block size leaves whole blocks

@@ -11,10 +11,10 @@ from kvire.core.record import BlockId
 from kvire.replay import store_tiers as simulated
 from kvire.replay.caches import RankCache
 from kvire.replay.simulate import run, run_store
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 from kvire.store.eviction.order import EvictionOrder
 from kvire.store.eviction.policy import policies
-from kvire.store.memory import MemoryTier
+from kvire.store.memory.tier import MemoryTier
 
 TAG = b"t" * 16
 UNIT = 4096  # a small frame takes one unit of the memory tier's arena

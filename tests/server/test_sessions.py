@@ -26,9 +26,9 @@ from server.serving import (
 from kvire.core.config import StoreConfig
 from kvire.llm import LLM
 from kvire.server.app import create_app
+from kvire.sessions.folder import Sessions
+from kvire.sessions.session_file import Session, file_name
 from kvire.store.keyring import Keyring
-from kvire.store.session_file import Session, file_name
-from kvire.store.sessions import Sessions
 
 CHATS = "/v1/chat/completions"
 USAGE = {"include_usage": True}

@@ -14,8 +14,8 @@ from xxhash import xxh3_128_digest
 
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
-from kvire.store.disk import DiskTier
-from kvire.store.files import Files
+from kvire.store.disk.files import Files
+from kvire.store.disk.tier import DiskTier
 
 MIB = 1 << 20
 FRAME_BYTES = 20_000

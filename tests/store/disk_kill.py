@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from store.disk_cases import MIB, WatchedFiles, check_index, disk_usage, frame_of, get, held, put, record_of
 
 from kvire.core.errors import BlockMissing
-from kvire.store.disk import DiskTier
-from kvire.store.files import Files
+from kvire.store.disk.files import Files
+from kvire.store.disk.tier import DiskTier
 
 SEQUENCES, PLACES = 12, 6
 ROOMY, TIGHT = 32 * MIB, 4 * MIB

@@ -1,4 +1,4 @@
-"""Writes blocks to a disk tier until it is told to stop: python disk_writer.py FOLDER CAPACITY_BYTES SEED BLOCKS"""
+"""Writes blocks to a disk tier until it is told to stop: python disk/writer.py FOLDER CAPACITY_BYTES SEED BLOCKS"""
 
 import random
 import sys
@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from store.disk_cases import get, put, record_of
 
 from kvire.core.errors import BlockMissing, TierUnavailable
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from store.disk_cases import MIB, OTHER_TENANT, ROOT, TENANT, Clocks, get, held,
 
 from kvire.core.errors import BlockMissing, FrameDamaged, TierUnavailable
 from kvire.core.record import BlockRecord
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 
 CAPACITY_BYTES = 4 * MIB
 MOST_S = 2.0  # any one call

@@ -17,7 +17,7 @@ from kvire.core.errors import TierUnavailable
 from kvire.core.record import BlockId, BlockRecord
 from kvire.store import loader
 from kvire.store.keyring import Keyring
-from kvire.store.memory import MemoryTier
+from kvire.store.memory.tier import MemoryTier
 from kvire.store.ticket import LoadState, Ticket
 from kvire.store.tier import Buffer, Entry, Tier, TierKind, TierStats
 from kvire.store.tiered import TieredStore

@@ -13,7 +13,7 @@ from store.stores import blocks, load_all, open_store, ready, save_all
 
 from kvire.core.errors import TierUnavailable
 from kvire.store.asker import AnswerLate, Asker
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 from kvire.store.health import FAILURES_TO_OPEN
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from store.disk_cases import MIB, Clocks, held, put, records_of
 
-from kvire.store.clock import FOLLOW_PACE, FollowingClock, since_boot
-from kvire.store.disk import DiskTier
+from kvire.store.disk.clock import FOLLOW_PACE, FollowingClock, since_boot
+from kvire.store.disk.tier import DiskTier
 
 HOUR_S = 3600.0
 

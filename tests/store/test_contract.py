@@ -13,9 +13,9 @@ from store.blocks import chain, frame_of, tenant_key
 from kvire.core.errors import BlockMissing, FrameDamaged, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
-from kvire.store.disk import DiskTier
-from kvire.store.memory import MemoryTier
-from kvire.store.remote import open_remote
+from kvire.store.disk.tier import DiskTier
+from kvire.store.memory.tier import MemoryTier
+from kvire.store.remote.open import open_remote
 from kvire.store.tier import Tier, TierKind
 
 MIB = 1 << 20

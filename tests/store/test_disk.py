@@ -34,9 +34,9 @@ from store.disk_cases import (
 from kvire.core.errors import BlockMissing, ConfigError, FrameDamaged, StoreError, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId
-from kvire.store.disk import DiskTier
-from kvire.store.disk_segments import Head
-from kvire.store.files import Files
+from kvire.store.disk.files import Files
+from kvire.store.disk.segments import Head
+from kvire.store.disk.tier import DiskTier
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pytest
 from store.disk_cases import MIB, Files, check_index, get, in_memory, put, record_of
 
 from kvire.core.errors import BlockMissing
-from kvire.store.disk import DiskTier
-from kvire.store.files import Answer
+from kvire.store.disk.files import Answer
+from kvire.store.disk.tier import DiskTier
 
 PAGE = 4096
 

@@ -40,9 +40,9 @@ from store.index_damage import (
 )
 
 from kvire.core.errors import BlockMissing, TierUnavailable
-from kvire.store.disk import DiskTier
-from kvire.store.disk_folder import WRITING_BYTE
-from kvire.store.disk_index import is_damage
+from kvire.store.disk.folder import WRITING_BYTE
+from kvire.store.disk.index import is_damage
+from kvire.store.disk.tier import DiskTier
 
 NOTE = {"weights": "w", "block_size": "16"}  # what `make` notes of ROOT
 

@@ -22,7 +22,7 @@ from store.disk_cases import (
 )
 
 from kvire.core.errors import BlockMissing, TierUnavailable
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 
 NUMBERS = (errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EROFS, errno.EACCES)
 

@@ -10,13 +10,13 @@ from harness.waiting import until
 from store.disk_cases import MIB, WatchedFiles, disk_usage, get, held, put, record_of
 
 from kvire.core.errors import TierUnavailable
-from kvire.store.disk import DiskTier
-from kvire.store.disk_index import BASE_INDEX_BYTES, SLOT_INDEX_BYTES
-from kvire.store.disk_room import MIN_CAPACITY_BYTES, spare_bytes
+from kvire.store.disk.index import BASE_INDEX_BYTES, SLOT_INDEX_BYTES
+from kvire.store.disk.room import MIN_CAPACITY_BYTES, spare_bytes
+from kvire.store.disk.tier import DiskTier
 
 
 def writers(folder: Path, capacity_bytes: int, count: int, blocks: int) -> list["subprocess.Popen[str]"]:
-    script = str(Path(__file__).with_name("disk_writer.py"))
+    script = str(Path(__file__).with_name("disk/writer.py"))
     return [
         subprocess.Popen(
             [sys.executable, script, str(folder), str(capacity_bytes), str(seed), str(blocks)],

@@ -25,7 +25,7 @@ from store.disk_cases import (
 )
 
 from kvire.core.errors import BlockMissing, TierUnavailable
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 
 EACH = [record_of(number) for number in range(300)]
 

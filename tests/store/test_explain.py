@@ -5,9 +5,9 @@ from store.blocks import records_of
 from store.stores import MIB, BentTier, blocks, load_all, open_store, save_all
 
 from kvire.core.record import BlockRecord
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 from kvire.store.explain import REMEMBERED_NAMESPACES, Explanation, MissQuery, StoreMiss
-from kvire.store.memory import MemoryTier
+from kvire.store.memory.tier import MemoryTier
 from kvire.store.ticket import FailureReason
 from kvire.store.tiered import TieredStore
 

@@ -12,8 +12,8 @@ from store.blocks import chain, frame_of, records_of, tenant_key
 
 from kvire.core.errors import BlockMissing, StoreError
 from kvire.core.record import BlockRecord
-from kvire.store.arena import UNIT_BYTES, Arena
-from kvire.store.memory import MemoryTier
+from kvire.store.memory.arena import UNIT_BYTES, Arena
+from kvire.store.memory.tier import MemoryTier
 
 FRAME_UNITS = 2  # of a frame with the default KV
 ROOM = FRAME_UNITS * UNIT_BYTES

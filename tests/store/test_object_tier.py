@@ -15,8 +15,8 @@ from store.remote_stubs import settled, sockets
 from kvire.codec.frame import Frames
 from kvire.core.errors import BlockMissing, ConfigError, FrameDamaged, TierUnavailable
 from kvire.core.record import BlockRecord
-from kvire.store.remote import open_remote
-from kvire.store.remote_tier import block_name
+from kvire.store.remote.open import open_remote
+from kvire.store.remote.tier import block_name
 from kvire.store.tier import Tier
 
 FRAMES = Frames(tenant_key)

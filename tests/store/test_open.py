@@ -10,12 +10,11 @@ import pytest
 from store.disk_cases import MIB
 
 from kvire.cli.options import STORE
-from kvire.cli.store_options import store_config
+from kvire.cli.store_config import store_config
 from kvire.connectors.options import store_config as connector_config
 from kvire.core.config import StoreConfig
 from kvire.store.open import open_store
-from kvire.store.place import default_disk_bytes, network_file_system
-from kvire.store.sessions import block_bytes
+from kvire.store.place import block_bytes, default_disk_bytes, network_file_system
 
 WayIn = Callable[[Path], StoreConfig | None]
 

@@ -23,9 +23,9 @@ from store.blocks import chain, frame_of, kv_of, tenant_key
 from kvire.codec.frame import Frames
 from kvire.core.errors import BlockMissing, ConfigError, FrameDamaged, TierUnavailable
 from kvire.core.record import BlockRecord
-from kvire.store.redis_nodes import slot_of
-from kvire.store.remote import open_remote
-from kvire.store.remote_tier import RemoteTier, block_name
+from kvire.store.remote.open import open_remote
+from kvire.store.remote.redis_nodes import slot_of
+from kvire.store.remote.tier import RemoteTier, block_name
 from kvire.store.tier import Tier
 
 TAG = tenant_key().tag

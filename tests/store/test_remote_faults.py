@@ -15,9 +15,9 @@ from store.servers import free_port, s3_url
 
 from kvire.codec.frame import Frames
 from kvire.core.errors import BlockMissing, FrameDamaged, FrameForeign, TierUnavailable
-from kvire.store.remote import open_remote
-from kvire.store.remote_backend import stamp
-from kvire.store.remote_tier import RemoteTier
+from kvire.store.remote.backend import stamp
+from kvire.store.remote.open import open_remote
+from kvire.store.remote.tier import RemoteTier
 from kvire.store.tier import Tier
 
 TIMEOUT_S = 0.3

@@ -13,9 +13,9 @@ from store.stores import load_all, open_store, ready, save_all
 
 from kvire.codec.frame import Frames
 from kvire.core.record import BlockRecord
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 from kvire.store.level import Level
-from kvire.store.memory import MemoryTier
+from kvire.store.memory.tier import MemoryTier
 from kvire.store.ticket import FailureReason, LoadState
 from kvire.store.tier import LendsFrames, ReadsRuns, Tier
 

@@ -10,6 +10,7 @@ import pytest
 from engine import test_store as test_engine_store
 from harness import store_mutants as broken
 from harness.broken_builds import Cases, Claim, Mutant, each_broken_build, must_notice
+from sessions import test_session_file, test_sessions
 from store import (
     test_asker,
     test_clock,
@@ -22,8 +23,6 @@ from store import (
     test_object_tier,
     test_open,
     test_runs,
-    test_session_file,
-    test_sessions,
     test_survey,
     test_ticket,
     test_tiered,
@@ -31,8 +30,8 @@ from store import (
 )
 from store.blocks import chain, wanted
 
-from kvire.store.disk import DiskTier
-from kvire.store.memory import MemoryTier
+from kvire.store.disk.tier import DiskTier
+from kvire.store.memory.tier import MemoryTier
 from kvire.store.ticket import Ticket
 
 MIB = 1 << 20

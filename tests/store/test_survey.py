@@ -9,7 +9,7 @@ from store.blocks import chain, frame_of, namespace, tenant_key
 from kvire.core.errors import StoreError
 from kvire.core.record import BlockId, BlockRecord
 from kvire.store.check import Checker, Verdict
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 from kvire.store.keyring import Keyring
 from kvire.store.survey import Survey
 from kvire.store.tier import Buffer, Entry

@@ -12,10 +12,10 @@ from store.stores import MIB, BentTier, blocks, load_all, open_store, ready, sav
 
 from kvire.core.errors import StoreError, TierUnavailable
 from kvire.core.record import BlockRecord
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 from kvire.store.loader import LOCAL_THREADS, MOST_IN_RUN
-from kvire.store.memory import MemoryTier
-from kvire.store.remote import open_remote
+from kvire.store.memory.tier import MemoryTier
+from kvire.store.remote.open import open_remote
 from kvire.store.ticket import FailureReason, LoadState
 from kvire.store.tier import TierKind
 

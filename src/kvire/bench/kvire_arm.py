@@ -20,7 +20,7 @@ from kvire.core.dtypes import KV_DTYPES
 from kvire.core.errors import ConfigError
 from kvire.core.spec import KVSpec
 from kvire.models.catalog import ModelFacts, describe
-from kvire.store.remote import shown
+from kvire.store.remote.open import shown
 
 OURS = ("--port", "--host", "--api-key", "--served-name", "--store", "--remote", "--ram", "--key-file", "--disk-size")
 DEFAULT_BLOCK_TOKENS = 16

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvire.store.disk_segments import SUFFIX
+from kvire.store.disk.segments import SUFFIX
 
 
 def drop(folder: Path) -> None:

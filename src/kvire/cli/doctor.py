@@ -5,18 +5,30 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from kvire.cli.display import LoadProgress, console
+from kvire.cli.lazy import deferred
 from kvire.core.errors import ConfigError
 from kvire.core.memory import parse_size
+from kvire.doctor.diagnose import Doctor
+from kvire.doctor.findings import counted
+from kvire.doctor.lines import lines_of
+from kvire.doctor.live import examine_server, print_server
+from kvire.doctor.logs import read_log
+from kvire.doctor.page import diagnosis_page
+from kvire.doctor.rules import Offers
+from kvire.doctor.text import print_diagnosis
+from kvire.doctor.tokens import Counter, Estimate, Tokenized
+from kvire.doctor.values import diagnosis_values
+from kvire.models.resolve import resolve
+from kvire.plan.prices import price_table
 
-if TYPE_CHECKING:
-    from kvire.doctor.tokens import Counter
+transformers = deferred("transformers")
 
 LogFiles = Annotated[
     list[str] | None, typer.Argument(metavar="LOG...", help="JSONL or text, also gzipped; - is standard input.")
@@ -83,13 +95,10 @@ def doctor(
         logs, prices or [], prefill_tok_s, tokenizer, parse_size(memory, "--memory"), show_text=show_text
     )
     if html is not None:
-        from kvire.doctor.page import diagnosis_page  # noqa: PLC0415
-
         diagnosis_page(values).write(html)
     if as_json:
         print(json.dumps(values, indent=2))  # ASCII: names of models may have what is no UTF-8
         return
-    from kvire.doctor.text import print_diagnosis  # noqa: PLC0415
 
     print_diagnosis(values, Console())
 
@@ -103,13 +112,6 @@ def _diagnose(
     *,
     show_text: bool,
 ) -> dict[str, Any]:
-    from kvire.doctor.diagnose import Doctor  # noqa: PLC0415
-    from kvire.doctor.lines import lines_of  # noqa: PLC0415
-    from kvire.doctor.logs import read_log  # noqa: PLC0415
-    from kvire.doctor.rules import Offers  # noqa: PLC0415
-    from kvire.doctor.tokens import Estimate  # noqa: PLC0415
-    from kvire.doctor.values import diagnosis_values  # noqa: PLC0415
-    from kvire.plan.prices import price_table  # noqa: PLC0415
 
     offers = Offers(price_table())
     offers.check(prices)
@@ -125,7 +127,6 @@ def _diagnose(
 
 
 def _nothing(malformed: int, first: list[tuple[str, int, str]], incomplete: int) -> str:
-    from kvire.doctor.findings import counted  # noqa: PLC0415  (--help must not wait for it)
 
     if incomplete:
         return f"no prompt is in the log: {counted(incomplete, 'request')}, of conversations that the provider keeps"
@@ -139,15 +140,10 @@ def _nothing(malformed: int, first: list[tuple[str, int, str]], incomplete: int)
     )
 
 
-def _tokenizer(name: str) -> "Counter":
-    from kvire.doctor.tokens import Tokenized  # noqa: PLC0415
-    from kvire.models.resolve import resolve  # noqa: PLC0415  (a conversion imports torch)
-
+def _tokenizer(name: str) -> Counter:
     with LoadProgress() as progress:
         path = resolve(name, progress=progress)
-    from transformers import AutoTokenizer  # noqa: PLC0415
-
-    loaded = AutoTokenizer.from_pretrained(path)
+    loaded = transformers.AutoTokenizer.from_pretrained(path)
     if not loaded.is_fast:
         raise ConfigError(f"the tokenizer of {name} does not say where its tokens lie; use another model's, or none")
 
@@ -168,7 +164,6 @@ def _reading(log: str) -> Iterator[Callable[[int], None] | None]:
 
 
 def _look_at_server(url: str, api_key: str | None, *, as_json: bool) -> None:
-    from kvire.doctor.live import examine_server, print_server  # noqa: PLC0415
 
     values = examine_server(url, api_key)
     if as_json:

@@ -10,8 +10,12 @@ import typer
 
 from kvire.cli import options as opt
 from kvire.cli.display import LoadProgress, console, seconds
-from kvire.cli.store_options import store_config
+from kvire.cli.lazy import deferred
+from kvire.cli.store_config import store_config
 from kvire.core.errors import ConfigError
+from kvire.engine.result import Collector
+
+engine_api = deferred("kvire.llm")
 
 
 @opt.shared(engine=opt.ENGINE, sampling=opt.SAMPLING, store=opt.STORE)
@@ -44,11 +48,9 @@ def generate(
     """
     text = _read_prompt(prompt, file)
     sampling["stop"] = tuple(stop or ())
-    from kvire.engine.result import Collector  # noqa: PLC0415
-    from kvire.llm import LLM  # noqa: PLC0415  (torch takes seconds; --help must not wait for it)
 
     with LoadProgress() as progress:
-        llm = LLM(model, progress=progress, store=store_config(store, engine, default=False), **engine)
+        llm = engine_api.LLM(model, progress=progress, store=store_config(store, engine, default=False), **engine)
     with llm:
         chat = not raw and getattr(llm.tokenizer, "chat_template", None)
         ids = llm.encode_chat([{"role": "user", "content": text}]) if chat else llm.encode(text)

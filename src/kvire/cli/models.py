@@ -13,12 +13,11 @@ from kvire.cli.display import LoadProgress
 from kvire.core.dtypes import KV_DTYPES
 from kvire.core.memory import format_size
 from kvire.models.catalog import ListedModel, ModelFacts, describe, list_models
+from kvire.models.resolve import resolve
 
-models = typer.Typer(no_args_is_help=True, help="List, fetch and describe models.")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@models.command("ls")
 def ls(as_json: Json = False) -> None:
     """Embedded models, installed or not, and every GGUF that was converted."""
     found = list_models()
@@ -34,7 +33,6 @@ def ls(as_json: Json = False) -> None:
     Console().print(table)
 
 
-@models.command("show")
 def show(model: opt.Model, as_json: Json = False) -> None:
     """Architecture, layers, context, weights, and bytes of KV per token, without loading the model."""
     facts = describe(model)
@@ -47,11 +45,8 @@ def show(model: opt.Model, as_json: Json = False) -> None:
     Console().print(table)
 
 
-@models.command("pull")
 def pull(model: opt.Model) -> None:
     """Fetch or convert a model now, so that the first start is as fast as the next ones."""
-    from kvire.models.resolve import resolve  # noqa: PLC0415  (a conversion imports torch)
-
     with LoadProgress() as progress:
         path = resolve(model, progress=progress)
     print(path)

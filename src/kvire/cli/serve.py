@@ -6,7 +6,11 @@ import typer
 
 from kvire.cli import options as opt
 from kvire.cli.display import LoadProgress, console
-from kvire.cli.store_options import store_config
+from kvire.cli.lazy import deferred
+from kvire.cli.store_config import store_config
+from kvire.server.options import ServerOptions
+
+server = deferred("kvire.server.run")
 
 
 @opt.shared(engine=opt.ENGINE | opt.SERVING, store=opt.STORE)
@@ -37,9 +41,6 @@ def serve(
     Every answer's usage says how many prompt tokens came from the cache. What was computed is kept on disk, sealed, so
     that the next start is warm (--no-store: it is not).
     """
-    from kvire.server.options import ServerOptions  # noqa: PLC0415  (--help must not wait for torch)
-    from kvire.server.run import serve as run  # noqa: PLC0415
-
     options = ServerOptions(
         host=host,
         port=port,
@@ -48,7 +49,7 @@ def serve(
         request_timeout_s=request_timeout,
     )
     with LoadProgress() as progress:
-        run(
+        server.serve(
             model,
             options,
             progress=progress,

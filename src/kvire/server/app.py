@@ -15,7 +15,7 @@ from kvire.server.json_text import json_response
 from kvire.server.metrics import RequestCounter, waiting
 from kvire.server.options import ServerOptions
 from kvire.server.service import Service, service_of
-from kvire.store.sessions import Sessions
+from kvire.sessions.folder import Sessions
 
 router = APIRouter()
 

@@ -12,7 +12,7 @@ from kvire.core.errors import RequestError
 from kvire.engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
 from kvire.server.errors import ApiError
 from kvire.server.tools import MAX_TOOLS, checked_tool_choice, checked_tools
-from kvire.store.session_file import SessionError, check_name
+from kvire.sessions.session_file import SessionError, check_name
 
 MAX_MESSAGES = 4096
 MAX_PAST_CALLS = 4096  # tool calls of all messages

@@ -22,7 +22,7 @@ from kvire.server.schemas import SamplingFields
 from kvire.server.token_text import TokenText
 from kvire.server.tools import as_templates_expect, chat_template
 from kvire.server.workers import Workers
-from kvire.store.sessions import Sessions
+from kvire.sessions.folder import Sessions
 
 TOKENISING_THREADS = 2
 MAX_LOGPROBS_TOGETHER = 524_288  # of one answer: about 40 MB of JSON

@@ -19,8 +19,8 @@ from kvire.models.chat import ChatPrompt
 from kvire.server.errors import ApiError
 from kvire.server.json_text import json_response
 from kvire.server.service import Service, service_of, tenant_of
-from kvire.store.session_file import Session, SessionError, check_name
-from kvire.store.sessions import SessionConflictError, Sessions
+from kvire.sessions.folder import SessionConflictError, Sessions
+from kvire.sessions.session_file import Session, SessionError, check_name
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from kvire.codec.frame import Frames, finish_all
 from kvire.core.errors import BlockMissing, FrameDamaged, FrameForeign, StoreError, TierUnavailable
 from kvire.core.record import BlockId, BlockRecord
-from kvire.store.memory import Fill
+from kvire.store.memory.tier import Fill
 from kvire.store.speed import PRIORS, SpeedMeter
 from kvire.store.tier import Buffer, LendsFrames, Prefetching, ReadsRuns, Tier, TierStats
 

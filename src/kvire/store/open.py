@@ -11,12 +11,11 @@ from kvire.codec.frame import Frames
 from kvire.codec.seal import TenantKey
 from kvire.core.config import StoreConfig
 from kvire.core.memory import format_size
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 from kvire.store.keyring import Keyring
-from kvire.store.memory import MemoryTier
-from kvire.store.place import default_disk_bytes, network_file_system
-from kvire.store.remote import open_remote
-from kvire.store.sessions import block_bytes
+from kvire.store.memory.tier import MemoryTier
+from kvire.store.place import block_bytes, default_disk_bytes, network_file_system
+from kvire.store.remote.open import open_remote
 from kvire.store.tier import Tier
 from kvire.store.tiered import TieredStore
 from kvire.store.write_behind import DEFAULT_BUFFER_BYTES

@@ -10,23 +10,12 @@ from kvire.core.cache_folder import cache_folder
 DISK_SHARE = 0.1
 DISK_BYTES = 20 * 10**9
 LEAST_DISK_BYTES = 64 << 20
-NETWORK_KINDS = frozenset(
-    [
-        "9p",
-        "afs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "fuse.glusterfs",
-        "fuse.sshfs",
-        "gpfs",
-        "lustre",
-        "nfs",
-        "nfs4",
-        "smb3",
-        "virtiofs",
-    ]
-)
+MOST_SESSION_BYTES = 64 << 20
+SESSION_SHARE = 16  # sessions get one part in so many of what a store's folder may take
+NETWORK_KINDS = frozenset((
+    "9p", "afs", "beegfs", "ceph", "cifs", "fuse.glusterfs", "fuse.sshfs", "gpfs", "lustre", "nfs", "nfs4", "smb3",
+    "virtiofs",
+))  # fmt: skip
 
 
 def default_store() -> Path:
@@ -57,3 +46,18 @@ def default_disk_bytes(path: Path) -> int:
     here = next((parent for parent in (path, *path.absolute().parents) if parent.is_dir()), Path("/"))
     own = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
     return max(LEAST_DISK_BYTES, min(DISK_BYTES, int(DISK_SHARE * (shutil.disk_usage(here).free + own))))
+
+
+def session_bytes(disk_bytes: int) -> int:
+    """What sessions (kvire.sessions) may take of a folder's `disk_bytes`; the rest is for blocks."""
+    return min(MOST_SESSION_BYTES, disk_bytes // SESSION_SHARE)
+
+
+def block_bytes(disk_bytes: int) -> int:
+    """What blocks may take of it."""
+    return disk_bytes - session_bytes(disk_bytes)
+
+
+def session_bytes_beside(blocks_bytes: int) -> int:
+    """What sessions may take in a folder whose blocks may take so much."""
+    return min(MOST_SESSION_BYTES, blocks_bytes // (SESSION_SHARE - 1))

@@ -26,7 +26,7 @@ from kvire.store.explain import Answer, Explainer, MissQuery, Noting
 from kvire.store.keyring import Keyring
 from kvire.store.level import Level, LevelCounts
 from kvire.store.loader import Loader
-from kvire.store.memory import Evicting, Fill
+from kvire.store.memory.tier import Evicting, Fill
 from kvire.store.ticket import Ticket, Wanted
 from kvire.store.tier import Buffer, Tier, TierKind, TierStats
 from kvire.store.write_behind import DEFAULT_BUFFER_BYTES, WriteBehind

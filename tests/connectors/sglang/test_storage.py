@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvire.core.record import BlockId
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 
 PAGE = 4
 

@@ -15,7 +15,7 @@ from kvire.core.errors import GenerationError
 from kvire.core.record import BlockId
 from kvire.core.report import MissReason
 from kvire.store.keyring import Keyring
-from kvire.store.memory import MemoryTier
+from kvire.store.memory.tier import MemoryTier
 from kvire.store.open import unsealed
 from kvire.store.tiered import TieredStore
 

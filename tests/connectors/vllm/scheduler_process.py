@@ -13,7 +13,7 @@ from kvire.connectors.vllm.messages import Facts
 from kvire.connectors.vllm.scheduler import SchedulerSide
 from kvire.core.config import StoreConfig
 from kvire.core.keys import Namespace
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 from kvire.store.keyring import Keyring
 from kvire.store.tiered import TieredStore
 

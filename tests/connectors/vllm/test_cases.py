@@ -35,12 +35,12 @@ from kvire.core.errors import BlockMissing, TierUnavailable
 from kvire.core.keys import Namespace
 from kvire.core.record import BlockId
 from kvire.store.check import Checker, Verdict
-from kvire.store.disk import DiskTier
-from kvire.store.disk_segments import SegmentFiles
+from kvire.store.disk.segments import SegmentFiles
+from kvire.store.disk.tier import DiskTier
 from kvire.store.keyring import Keyring
 from kvire.store.open import open_store as open_config
-from kvire.store.remote import open_remote
-from kvire.store.remote_backend import STAMP_BYTES
+from kvire.store.remote.backend import STAMP_BYTES
+from kvire.store.remote.open import open_remote
 from kvire.store.tiered import TieredStore
 
 VALUE_BYTES = STAMP_BYTES + prefix_bytes(TOKENS) + BLOCK_BYTES + TAG_BYTES  # of a block in Redis
@@ -215,7 +215,7 @@ def s44_files_that_vanish() -> None:
 
     prompts = [[100 * number + i for i in range(30)] for number in range(5)]
     with pytest.MonkeyPatch.context() as patch, folder() as path, store_over(disk, path) as store:
-        patch.setattr("kvire.store.disk_room.SEGMENT_BYTES", 8 * 4096)  # so that there are several
+        patch.setattr("kvire.store.disk.room.SEGMENT_BYTES", 8 * 4096)  # so that there are several
         for lose in (one_file, half_of_the_files, all_files, no_folder):
             for prompt in prompts:
                 asked(store, prompt)

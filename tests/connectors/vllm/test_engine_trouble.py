@@ -17,7 +17,7 @@ from harness.waiting import PATIENCE_S, until
 from store.remote_stubs import Stub, redis_request
 from store.servers import redis_server
 
-from kvire.store.disk import DiskTier
+from kvire.store.disk.tier import DiskTier
 
 Start = Callable[..., Any]
 KILLS = int(os.environ.get("KVIRE_VLLM_KILLS", "2"))

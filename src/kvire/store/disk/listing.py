@@ -1,0 +1,58 @@
+"""What a disk tier says about itself: its blocks one by one, and how many there are."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvire.core.errors import TierUnavailable
+from kvire.core.keys import BlockKey
+from kvire.core.record import BlockId
+from kvire.store.disk.access import DiskAccess
+from kvire.store.disk.folder import INDEX_FILES
+from kvire.store.disk.room import Evicted, capacity_of
+from kvire.store.disk.rows import GONE
+from kvire.store.tier import Entry, TierStats
+
+AT_ONCE = 512  # entries read at a time, so that no reader holds up the journal for long
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUse:
+    """What a tenant takes. evictions: of its blocks, by this process."""
+
+    bytes: int
+    blocks: int
+    evictions: int
+
+
+def entries(access: DiskAccess) -> Iterator[Entry]:
+    """Every block, in no order that means anything."""
+    after = -1
+    while True:
+        with access.reads() as folder:
+            rows = [] if folder is None else folder.index.query(
+                "SELECT slot, key, grp, parent, root, tenant, place, frame_bytes, created, used, expires, pinned "
+                "FROM blocks WHERE slot > ? ORDER BY slot LIMIT ?",
+                after, AT_ONCE,
+            )  # fmt: skip
+        for slot, key, group, parent, root, tenant, place, size, created, used, expires, pinned in rows:
+            after = slot
+            block_id = BlockId(BlockKey(key), group)
+            yield Entry(block_id, parent, root, tenant, place, size, created, used, expires, bool(pinned))
+        if len(rows) < AT_ONCE:
+            return
+
+
+def counted(access: DiskAccess, stats: TierStats, evicted: Evicted) -> None:
+    """Bring `stats` up to date, as far as that is known without waiting."""
+    stats.unavailable = access.unavailable
+    stats.evictions = dict(evicted.reasons)
+    with suppress(TierUnavailable), access.glance() as folder:
+        if folder is not None:
+            [(blocks,)] = folder.index.query("SELECT ifnull(sum(blocks), 0) AS blocks FROM tenants")
+            [(segments,)] = folder.index.query(
+                "SELECT ifnull(sum(slots * slot_bytes), 0) AS bytes FROM segments WHERE state != ?", GONE
+            )
+            limit = capacity_of(folder.index.query)
+            stats.used_bytes = segments + sum(folder.files.size(folder.path / name) for name in INDEX_FILES)
+            stats.blocks, stats.limit_bytes = blocks, limit

@@ -1,0 +1,175 @@
+"""Reads frames from a disk tier's folder: where a block lies, its slot, and what to do if it lies there no longer."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from kvire.core.errors import BlockMissing, FrameDamaged, TierUnavailable
+from kvire.core.record import BlockId
+from kvire.store.disk.access import ERRORS, DiskAccess
+from kvire.store.disk.folder import DiskFolder
+from kvire.store.disk.index import Place, is_damage
+from kvire.store.disk.room import Evicted
+from kvire.store.disk.segments import is_head_of
+from kvire.store.disk.upkeep import vanished
+from kvire.store.tier import Buffer, ReadOutcome
+
+LOOKS = 3  # at a block that is replaced while it is read
+MOST_AT_ONCE = 64  # slots per call to the system, which takes a limited number of pieces
+
+
+class DiskReader:
+    """Reads for one DiskTier; thread-safe. evicted: is told of blocks whose file turns out to be gone."""
+
+    def __init__(self, access: DiskAccess, evicted: Evicted) -> None:
+        self._access = access
+        self._evicted = evicted
+        self._lock = threading.Lock()
+        self._found: dict[BlockId, Place] = {}  # by the last load's look; a slot's head says if it is so still
+        self.reads = self.read_bytes = 0
+
+    def held(self, ids: Sequence[BlockId]) -> list[bool]:
+        """See Tier."""
+        places = self._places(ids)
+        return [block_id in places for block_id in ids]
+
+    def locate(self, ids: Sequence[BlockId]) -> list[bool]:
+        """As held, for a load: its reads need not look again."""
+        self._found = places = self._places(ids)
+        return [block_id in places for block_id in ids]
+
+    def found(self, ids: Sequence[BlockId]) -> list[Place]:
+        """Where the last load found those that it did find."""
+        found = self._found
+        return [place for block_id in ids if (place := found.get(block_id)) is not None]
+
+    def forget(self, block_id: BlockId) -> None:
+        """The block was written again: it may lie elsewhere now."""
+        self._found.pop(block_id, None)
+
+    def _places(self, ids: Sequence[BlockId]) -> dict[BlockId, Place]:
+        with self._access.reads() as folder:
+            return {} if folder is None else folder.index.places(ids, self._access.now())
+
+    def read(self, block_id: BlockId, buffers: Sequence[Buffer], *, whole: bool = True) -> int:
+        """See Tier. Not whole: only as much of the frame's beginning as the buffers hold."""
+        with self._access.reads() as folder:
+            for _ in range(LOOKS if folder is not None else 0):
+                assert folder is not None
+                place = self._found.pop(block_id, None) or folder.index.place(block_id, self._access.now())
+                if place is None:
+                    break
+                wanted = _first(buffers, place.frame_bytes)
+                size = sum(map(len, wanted))
+                if whole and size < place.frame_bytes:
+                    if self._lies_there(folder, block_id, place):
+                        raise FrameDamaged("length")
+                    continue
+                try:
+                    head, got = folder.segments.read(place.slot, place.slot_bytes, wanted)
+                except FileNotFoundError:
+                    head, got = None, 0
+                if _is_frame(head, got, block_id, place, size):
+                    self._count(1, size)
+                    return size
+                self._not_there(folder, block_id, place)
+        raise BlockMissing(f"{self._access.path} does not hold the block")
+
+    def read_run(self, ids: Sequence[BlockId], buffers: Sequence[Sequence[Buffer]]) -> list[ReadOutcome]:
+        """See ReadsRuns. What lies side by side is read at once; whatever is not as expected, again and by itself."""
+        sizes: dict[int, int] = {}
+        with suppress(TierUnavailable), self._access.reads() as folder:
+            if folder is not None:
+                self._read_neighbours(folder, ids, buffers, sizes)
+        return [
+            sizes[i] if i in sizes else self._outcome(block_id, targets)
+            for i, (block_id, targets) in enumerate(zip(ids, buffers, strict=True))
+        ]
+
+    def _read_neighbours(
+        self,
+        folder: DiskFolder,
+        ids: Sequence[BlockId],
+        buffers: Sequence[Sequence[Buffer]],
+        sizes: dict[int, int],
+    ) -> None:
+        """Put lengths of frames that lay where the index says into `sizes`, by their place in `ids`."""
+        found = self._found
+        places = {block_id: place for block_id in ids if (place := found.pop(block_id, None)) is not None}
+        if unknown := [block_id for block_id in ids if block_id not in places]:
+            places |= folder.index.places(unknown, self._access.now())
+        there = sorted((place.slot, i) for i, block_id in enumerate(ids) if (place := places.get(block_id)) is not None)
+        for run in _side_by_side([(places[ids[i]], i) for _, i in there]):
+            first = places[ids[run[0]]]
+            wanted = [_first(buffers[i], places[ids[i]].frame_bytes) for i in run]
+            try:
+                read = folder.segments.read_run(first.slot, first.slot_bytes, wanted)
+            except FileNotFoundError:  # another process removed the segment: misses, and no trouble with the disk
+                continue
+            for i, (head, got) in zip(run, read, strict=True):
+                place = places[ids[i]]
+                if _is_frame(head, got, ids[i], place, place.frame_bytes):
+                    sizes[i] = place.frame_bytes
+                    self._count(1, place.frame_bytes)
+
+    def _outcome(self, block_id: BlockId, buffers: Sequence[Buffer]) -> ReadOutcome:
+        try:
+            return self.read(block_id, buffers)
+        except (BlockMissing, TierUnavailable, FrameDamaged) as error:
+            return error
+
+    def _not_there(self, folder: DiskFolder, block_id: BlockId, place: Place) -> None:
+        """The slot does not hold the block: it moved while it was read, or its file is gone or was written over."""
+        try:
+            with folder.room(self._evicted) as room:
+                if folder.index.place(block_id, self._access.now(), room.run) == place:
+                    vanished(folder, room, block_id, place)
+        except ERRORS as error:
+            if is_damage(error):
+                raise
+
+    def _lies_there(self, folder: DiskFolder, block_id: BlockId, place: Place) -> bool:
+        """Whether the slot says the same of the block as the index does."""
+        head = None
+        with suppress(FileNotFoundError):
+            head = folder.segments.head(place.slot, place.slot_bytes)
+        if head is not None and (head.id, head.frame_bytes) == (block_id, place.frame_bytes):
+            return True
+        self._not_there(folder, block_id, place)
+        return False
+
+    def _count(self, reads: int, read_bytes: int) -> None:
+        with self._lock:
+            self.reads += reads
+            self.read_bytes += read_bytes
+
+
+def _is_frame(head: bytes | None, got: int, block_id: BlockId, place: Place, size: int) -> bool:
+    """Whether a slot that was read holds the block that the index says, and at least `size` bytes of it came."""
+    return head is not None and got >= size and is_head_of(head, block_id, place.frame_bytes)
+
+
+def _side_by_side(places: Sequence[tuple[Place, int]]) -> Iterator[list[int]]:
+    """The numbers of places, in order of their slots, whose slots follow each other; run by run."""
+    run: list[int] = []
+    before: Place | None = None
+    for place, number in places:
+        if run and not (before and before.is_before(place) and len(run) < MOST_AT_ONCE):
+            yield run
+            run = []
+        run.append(number)
+        before = place
+    if run:
+        yield run
+
+
+def _first(buffers: Sequence[Buffer], count: int) -> Sequence[Buffer]:
+    """The first `count` bytes of the buffers."""
+    if sum(map(len, buffers)) <= count:
+        return buffers
+    wanted = []
+    for buffer in buffers:
+        if count > 0:
+            wanted.append(buffer[:count])
+        count -= len(buffer)
+    return wanted

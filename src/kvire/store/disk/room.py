@@ -1,0 +1,362 @@
+"""Who gets which slot, and who has to go for it. Everything here runs inside one transaction of the index.
+
+The limit holds by construction: a segment is entered in the index, where every process counts it, before its file is
+made, and it leaves the index after its file. What all segments, the largest index for them, and the journal take is
+at most the limit.
+
+Eviction takes the block unused longest, the later one in its sequence first: a block that is written takes over its
+parent's time, which was brought up to now before if it was old or its turn has come (disk/writer.py), and those touched
+together get one time, so no parent goes before its child. A prompt that fills the tier keeps its beginning. With
+several tenants it takes from those who have more than an equal share. A size of slots that finds no room takes whole
+segments from another size, if those were not used since the oldest block of its own.
+"""
+# ruff: noqa: S608 - nothing but numbers and names of ours is put into a statement's text
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from kvire.core.keys import BlockKey
+from kvire.store.disk.index import (
+    BASE_INDEX_BYTES,
+    SHARED_MEMORY_BYTES,
+    SLOT_INDEX_BYTES,
+    Run,
+)
+from kvire.store.disk.rows import GONE, LAST_S, MAKING, MOST_COUNT, READY, SCANNING, IndexDamagedError
+from kvire.store.disk.segments import MOST_SEGMENT, MOST_SLOTS, SLOT_BITS, Head, place_of, segment_of, slots_of
+
+KIB, MIB = 1024, 1024 * 1024
+MIN_CAPACITY_BYTES = 4 * MIB
+MOST_SEGMENTS = 4096  # one folder holds them all
+SEGMENT_BYTES = 64 * MIB
+PER_SEGMENT_BYTES = 16 * KIB  # what a file system may need to find a file's parts; counted by du
+COMPETITORS = 64  # tenants with the most bytes, of whom one has to give way
+OWN_PROMPT = "own prompt"  # why there is no room: it could only come from what the block continues
+CHECK = "capacity_check"  # a setting from which the limit follows; older folders lack it
+CANDIDATES = 8  # segments unused longest, of which one may change its size
+
+
+def segment_bytes_for(capacity_bytes: int) -> int:
+    """What a segment takes, unless one slot is larger."""
+    return max(min(SEGMENT_BYTES, capacity_bytes // 16), capacity_bytes // MOST_SEGMENTS)
+
+
+def journal_bytes_for(capacity_bytes: int) -> int:
+    """What the index's journal may take."""
+    return min(16 * MIB, max(MIB, capacity_bytes // 16))
+
+
+def taken_bytes(capacity_bytes: int, segment_bytes: int, segments: int, slots: int) -> int:
+    """Most that a folder with these segments takes, everything counted."""
+    index = BASE_INDEX_BYTES + SHARED_MEMORY_BYTES + journal_bytes_for(capacity_bytes) + slots * SLOT_INDEX_BYTES
+    return index + segment_bytes + segments * PER_SEGMENT_BYTES
+
+
+def capacity_for(segment_bytes: int, segments: int, slots: int) -> int:
+    """The least limit under which all of these segments may stay."""
+    without_journal = taken_bytes(0, segment_bytes, segments, slots)
+    return max(MIN_CAPACITY_BYTES, without_journal * 16 // 15 + KIB)
+
+
+def noted_capacity(run: Run) -> int | None:
+    """The folder's limit in bytes, None before anybody set it. Raises IndexDamagedError."""
+    settings: dict[str, int] = dict(run("SELECT name, value FROM settings"))
+    capacity_bytes = settings.get("capacity_bytes")
+    if capacity_bytes is None:
+        if settings or run("SELECT 1 FROM segments LIMIT 1"):
+            raise IndexDamagedError("it has blocks, and no limit")
+        return None
+    if settings.get(CHECK, _opposite(capacity_bytes)) != _opposite(capacity_bytes):
+        raise IndexDamagedError("it contradicts itself about the limit")
+    return capacity_bytes
+
+
+def note_capacity(run: Run, capacity_bytes: int) -> None:
+    """Set the folder's limit; twice, since all blocks above it are given up."""
+    for name, value in (("capacity_bytes", capacity_bytes), (CHECK, _opposite(capacity_bytes))):
+        run("INSERT OR REPLACE INTO settings VALUES (?, ?)", name, value)
+
+
+def _opposite(capacity_bytes: int) -> int:
+    return capacity_bytes ^ (MOST_COUNT - 1)
+
+
+def capacity_of(run: Run) -> int:
+    """The folder's limit in bytes. Raises IndexDamagedError."""
+    if (capacity_bytes := noted_capacity(run)) is None:
+        raise IndexDamagedError("it has no limit")
+    return capacity_bytes
+
+
+def spare_bytes(run: Run) -> int:
+    """What the limit leaves beside all that there is; negative if it was lowered."""
+    capacity_bytes = capacity_of(run)
+    [(segment_bytes, segments, slots)] = run(
+        "SELECT ifnull(sum(slots * slot_bytes), 0) AS bytes, count(*) AS segments, ifnull(sum(slots), 0) AS blocks "
+        "FROM segments WHERE state != ?",
+        GONE,
+    )
+    return capacity_bytes - taken_bytes(capacity_bytes, segment_bytes, segments, slots)
+
+
+@dataclass(slots=True)
+class Evicted:
+    """Blocks that went: how many for each reason, and of each tenant."""
+
+    reasons: Counter[str] = field(default_factory=Counter)
+    tenants: Counter[bytes] = field(default_factory=Counter)
+
+    def add(self, reason: str, tenant: bytes, count: int = 1) -> None:
+        """Count blocks that went."""
+        self.reasons[reason] += count
+        self.tenants[tenant] += count
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One segment of the index."""
+
+    id: int
+    slot_bytes: int
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A slot, and how large it is."""
+
+    slot: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Victim:
+    slot: int
+    key: BlockKey
+    used: float
+    tenant: bytes
+    reason: str
+
+
+class Room:
+    """The rules for one transaction. may_grow: False while the file system is known to be full.
+
+    remove: removes a segment's file; it runs before the segment leaves the index, so that no file is ever forgotten.
+    wipe: makes a slot's head invalid.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        owner: int,
+        *,
+        may_grow: bool,
+        evicted: Evicted,
+        remove: Callable[[Segment], None],
+        wipe: Callable[[int, int], None],
+    ) -> None:
+        self.run = run
+        self._owner = owner
+        self._may_grow = may_grow
+        self.evicted = evicted
+        self._remove = remove
+        self.wipe = wipe
+
+    def claim(  # noqa: PLR0911  (each is another outcome)
+        self, slot_bytes: int, tenant: bytes, now: float, parent: BlockKey
+    ) -> int | Segment | str:
+        """A slot, now the caller's; or a segment whose file the caller has to make before it asks again; or why not.
+
+        parent: of the block that is to be written; it does not go for it, in whatever group (OWN_PROMPT).
+        """
+        if taken_bytes(self._capacity, slot_bytes, 1, 1) > self._capacity:
+            return "full"
+        if (slot := self._unused(slot_bytes)) is not None:
+            return self._take(slot, slot_bytes)
+        if self._may_grow and (segment := self._new_segment(slot_bytes, now)) is not None:
+            return segment
+        while (oldest := self._oldest(slot_bytes, tenant)) is not None:
+            if self._convert(slot_bytes, tenant, before=oldest.used):
+                break
+            if oldest.key == parent:
+                return OWN_PROMPT
+            self.run("DELETE FROM blocks WHERE slot = ?", oldest.slot)
+            self.evicted.add(oldest.reason, oldest.tenant)
+            if (slot := self._unused(slot_bytes)) is not None:  # else its segment is gone
+                return self._take(slot, slot_bytes)
+        while (segment := self._new_segment(slot_bytes, now)) is None:
+            if not self._convert(slot_bytes, tenant, before=float("inf")):
+                return self._why_not(slot_bytes)
+        return segment
+
+    def keep(self, slot: int, slot_bytes: int, head: Head) -> list[Slot] | None:
+        """The claimed slot holds the block from now on. The slots that held it before are claimed instead: free them.
+
+        None if the slot was taken away meanwhile: with its segment, or by somebody who took this process for dead.
+        """
+        run = self.run
+        if not self._mine(slot):
+            return None
+        run("DELETE FROM claims WHERE slot = ?", slot)
+        old = [Slot(*row) for row in run("SELECT slot, slot_bytes FROM blocks WHERE key = ? AND grp = ?", *head.id)]
+        pinned = bool(run("SELECT 1 FROM blocks WHERE key = ? AND grp = ? AND pinned", *head.id))
+        for each in old:
+            run("DELETE FROM blocks WHERE slot = ?", each.slot)
+        old = [each for each in old if run("SELECT 1 FROM free WHERE slot = ?", each.slot)]  # not in one that is gone
+        for each in old:
+            run("DELETE FROM free WHERE slot = ?", each.slot)
+            self._take(each.slot, each.slot_bytes)
+        self.enter(slot, slot_bytes, head, used=head.created, pinned=pinned)
+        return old
+
+    def enter(self, slot: int, slot_bytes: int, head: Head, used: float, *, pinned: bool = False) -> None:
+        """A slot that is nobody's holds a block that has no other."""
+        expires = None if head.ttl_s is None else min(used + head.ttl_s, LAST_S)
+        [(parent_used,)] = self.run("SELECT min(used) AS least_used FROM blocks WHERE key = ?", head.parent)
+        used = used if parent_used is None else min(used, parent_used)
+        self.run(
+            "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            slot, slot_bytes, head.key, head.group, head.parent, head.root, head.tenant_tag, head.index,
+            head.frame_bytes, head.content, head.created, used, head.ttl_s, expires, pinned,
+        )  # fmt: skip
+        self.run("UPDATE segments SET used = max(used, ?), unsynced = 1 WHERE id = ?", used, segment_of(slot))
+
+    def free(self, slot: int, slot_bytes: int, owner: int | None = None) -> None:
+        """A slot that this process claimed, or that owner, is nobody's again. A free slot has no head: wiped first."""
+        if self._mine(slot, owner):
+            self.wipe(slot, slot_bytes)
+            self.run("DELETE FROM claims WHERE slot = ?", slot)
+            self.run("INSERT INTO free VALUES (?, ?)", slot, slot_bytes)
+
+    def drop(self, segment: Segment) -> None:
+        """Remove a segment's file, and with it its blocks; `sweep` takes them out of the index."""
+        low, high = slots_of(segment.id)
+        self._remove(segment)
+        self.run("UPDATE segments SET state = ? WHERE id = ?", GONE, segment.id)
+        self.run("DELETE FROM free WHERE slot BETWEEN ? AND ?", low, high)
+        self.run("DELETE FROM claims WHERE slot BETWEEN ? AND ?", low, high)
+
+    def sweep(self, segment: int, reason: str, most: int) -> bool:
+        """Take up to `most` blocks of a segment that is gone out of the index; True once it is done."""
+        low, high = slots_of(segment)
+        rows = self.run("SELECT slot, tenant FROM blocks WHERE slot BETWEEN ? AND ? LIMIT ?", low, high, most)
+        for slot, tenant in rows:
+            self.run("DELETE FROM blocks WHERE slot = ?", slot)
+            self.evicted.add(reason, tenant)
+        if len(rows) == most:
+            return False
+        self.run("DELETE FROM segments WHERE id = ?", segment)
+        return True
+
+    def coldest(self, other_than: int | None, before: float) -> list[Segment]:
+        """Segments unused longest, with slots of another size, last used `before`, nothing pinned, nobody writing."""
+        rows = self.run(
+            "SELECT id, slot_bytes, slots FROM segments s WHERE state = ? AND slot_bytes IS NOT ? "
+            f"AND NOT EXISTS (SELECT 1 FROM claims WHERE slot >> {SLOT_BITS} = s.id) "
+            "AND (used < ? OR NOT EXISTS (SELECT 1 FROM blocks WHERE slot BETWEEN "
+            f"s.id << {SLOT_BITS} AND ((s.id + 1) << {SLOT_BITS}) - 1)) ORDER BY used LIMIT ?",
+            READY, other_than, before, CANDIDATES,
+        )  # fmt: skip
+        return [segment for segment in (Segment(*row) for row in rows) if not self._holds_pinned(segment)]
+
+    def _unused(self, slot_bytes: int) -> int | None:
+        run = self.run
+        if rows := run("SELECT slot FROM free WHERE slot_bytes = ? LIMIT 1", slot_bytes):
+            [(slot,)] = rows
+            self._must_be_nobodys(slot, slot_bytes)
+            run("DELETE FROM free WHERE slot = ?", slot)
+            return int(slot)
+        rows = run(
+            "SELECT id, fresh FROM segments WHERE slot_bytes = ? AND state = ? AND fresh < slots ORDER BY id LIMIT 1",
+            slot_bytes, READY,
+        )  # fmt: skip
+        if not rows:
+            return None
+        segment, place = rows[0]
+        run("UPDATE segments SET fresh = fresh + 1 WHERE id = ?", segment)
+        slot = int(segment << SLOT_BITS | place)
+        self._must_be_nobodys(slot, slot_bytes)
+        return slot
+
+    def _must_be_nobodys(self, slot: int, slot_bytes: int) -> None:
+        """Nothing is written over a block because the index gives its slot away. Raises IndexDamagedError."""
+        rows = self.run(
+            "SELECT state, slot_bytes, fresh FROM segments WHERE id = ?1 >> 20 "
+            "AND NOT EXISTS (SELECT 1 FROM blocks WHERE slot = ?1)",
+            slot,
+        )
+        for state, size, fresh in rows:
+            if state in (READY, SCANNING) and size == slot_bytes and place_of(slot) < fresh:
+                return
+        raise IndexDamagedError("it gives away what is not free")
+
+    def _mine(self, slot: int, owner: int | None = None) -> bool:
+        """Whether the slot still is claimed; dropping a segment drops its claims."""
+        return bool(self.run("SELECT 1 FROM claims WHERE slot = ? AND owner = ?", slot, owner or self._owner))
+
+    def _take(self, slot: int, slot_bytes: int) -> int:
+        self.run("INSERT INTO claims VALUES (?, ?, ?)", slot, slot_bytes, self._owner)
+        return slot
+
+    def _new_segment(self, slot_bytes: int, now: float) -> Segment | None:
+        wanted = min(MOST_SLOTS, max(1, segment_bytes_for(self._capacity) // slot_bytes))
+        slots = min(wanted, (spare_bytes(self.run) - PER_SEGMENT_BYTES) // (slot_bytes + SLOT_INDEX_BYTES))
+        if slots <= 0:
+            return None
+        [(newest,)] = self.run("SELECT max(seq) AS newest FROM sqlite_sequence")
+        if newest is not None and newest >= MOST_SEGMENT - 1:
+            raise IndexDamagedError("it counts segments that never were")
+        self.run(
+            "INSERT INTO segments (slot_bytes, slots, state, owner, fresh, scanned, used) VALUES (?, ?, ?, ?, 0, 0, ?)",
+            slot_bytes, slots, MAKING, self._owner, now,
+        )  # fmt: skip
+        [(segment,)] = self.run("SELECT last_insert_rowid() AS id")
+        return Segment(segment, slot_bytes, slots)
+
+    def _oldest(self, slot_bytes: int, tenant: bytes) -> _Victim | None:
+        """The block that has to go first."""
+        rows = self.run("SELECT tag, bytes FROM tenants ORDER BY bytes DESC LIMIT ?", COMPETITORS)
+        alone = all(tag == tenant for tag, _ in rows)
+        for tag in self._over_share(rows, tenant):
+            found = self.run(
+                "SELECT slot, key, used FROM blocks WHERE slot_bytes = ? AND tenant = ? AND pinned = 0 "
+                "ORDER BY used, place DESC LIMIT 1",
+                slot_bytes, tag,
+            )  # fmt: skip
+            if found:
+                slot, key, used = found[0]
+                return _Victim(slot, BlockKey(key), used, tag, "room" if alone else "quota")
+        return None
+
+    @staticmethod
+    def _over_share(tenants: list[tuple[bytes, int]], writer: bytes) -> list[bytes]:
+        """Who may have to give way to the writer: those with more than an equal share, most first, and itself."""
+        competing = len(tenants) + all(tag != writer for tag, _ in tenants)
+        share = sum(count for _, count in tenants) / max(1, competing)
+        return [tag for tag, count in tenants if count > share or tag == writer]
+
+    def _convert(self, slot_bytes: int, tenant: bytes, before: float) -> bool:
+        """Remove a segment of another size that nobody used since `before`, unless it is a modest tenant's."""
+        rows = self.run("SELECT tag, bytes FROM tenants ORDER BY bytes DESC LIMIT ?", COMPETITORS)
+        giving = set(self._over_share(rows, tenant))
+        for segment in self.coldest(slot_bytes, before):
+            tags = self.run("SELECT DISTINCT tenant FROM blocks WHERE slot BETWEEN ? AND ?", *slots_of(segment.id))
+            if all(tag in giving for (tag,) in tags):
+                self.drop(segment)
+                return True
+        return False
+
+    def _why_not(self, slot_bytes: int) -> str:
+        if self.run("SELECT 1 FROM blocks WHERE slot_bytes = ? AND pinned LIMIT 1", slot_bytes):
+            return "pinned"
+        return "quota" if self.run("SELECT 1 FROM blocks WHERE slot_bytes = ? LIMIT 1", slot_bytes) else "full"
+
+    def _holds_pinned(self, segment: Segment) -> bool:
+        low, high = slots_of(segment.id)
+        return bool(self.run("SELECT 1 FROM blocks WHERE slot BETWEEN ? AND ? AND pinned LIMIT 1", low, high))
+
+    @cached_property
+    def _capacity(self) -> int:
+        return capacity_of(self.run)

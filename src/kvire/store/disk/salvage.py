@@ -1,0 +1,55 @@
+"""What a damaged index still says of things that lie nowhere else: the limit, pins, and notes of namespaces."""
+# ruff: noqa: S608 - nothing but names of ours is put into a statement's text
+
+import sqlite3
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvire.store.disk.index import DiskIndex
+from kvire.store.disk.room import MIN_CAPACITY_BYTES, noted_capacity
+from kvire.store.disk.rows import IndexDamagedError
+
+TROUBLE = (OSError, sqlite3.Error, IndexDamagedError)
+
+Rows = list[tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Salvaged:
+    """Rows of tables as they were. capacity_bytes: None if the index does not say."""
+
+    capacity_bytes: int | None = None
+    pins: Rows = field(default_factory=list)
+    namespaces: Rows = field(default_factory=list)
+    written: Rows = field(default_factory=list)
+
+    def enter(self, index: DiskIndex) -> None:
+        """Write it into a new index. Pins wait there until their blocks are found."""
+        tables = {"pins": self.pins, "namespaces": self.namespaces, "written": self.written}
+        for table, rows in tables.items():
+            for start in range(0, len(rows), index.rows_at_once):
+                with index.transaction() as run:
+                    for row in rows[start : start + index.rows_at_once]:
+                        run(f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(row))})", *row)
+
+
+def salvage(index: DiskIndex) -> Salvaged:
+    """Ask a damaged index for what it can still say; never raises for what it cannot."""
+    pinned = "SELECT key, grp FROM blocks {} WHERE pinned"
+    pins = _rows(index, pinned.format("INDEXED BY by_key")) or _rows(index, pinned.format("NOT INDEXED"))
+    capacity_bytes = None
+    with suppress(*TROUBLE):
+        capacity_bytes = noted_capacity(index.query)
+    return Salvaged(
+        capacity_bytes if capacity_bytes is not None and capacity_bytes >= MIN_CAPACITY_BYTES else None,
+        pins + _rows(index, "SELECT key, grp FROM pins"),
+        _rows(index, "SELECT root, fields, noted FROM namespaces"),
+        _rows(index, "SELECT day, bytes FROM written"),
+    )
+
+
+def _rows(index: DiskIndex, sql: str) -> Rows:
+    with suppress(*TROUBLE):
+        return index.query(sql)
+    return []

@@ -1,0 +1,134 @@
+"""How a block gets into a disk tier: claim a slot, fill it, enter it. Each step leaves what others can clean up."""
+
+import sqlite3
+from collections.abc import Callable, Sequence
+
+from kvire.core.record import BlockId
+from kvire.store.disk.files import NO_SPACE
+from kvire.store.disk.folder import DiskFolder
+from kvire.store.disk.index import JournalFullError, Run
+from kvire.store.disk.room import OWN_PROMPT, Evicted, Segment
+from kvire.store.disk.rows import MAKING, READY
+from kvire.store.disk.segments import Head
+from kvire.store.eviction.order import CutOff
+
+DAY_S = 86_400
+# To write below a block is a use of all that come before. It costs a prompt of 8,000 blocks 0.1 s and 12 MB of journal:
+# so it is noted once in so long, and when the prompt's turn to make room has come.
+NOTED_EVERY_S, NOTED_IN_ITS_TURN_S = 15.0, 1.0
+GROW_AGAIN_AFTER_S = 2.0
+
+
+class DiskWriter:
+    """The writing side of one tier. Thread-safe. writes_per_day_bytes: of all processes together; None: no limit.
+
+    used: notes down that blocks were used at a time.
+    """
+
+    def __init__(
+        self,
+        evicted: Evicted,
+        used: Callable[[DiskFolder, Sequence[BlockId], float], None],
+        writes_per_day_bytes: int | None,
+        elapsed: Callable[[], float],
+    ) -> None:
+        self._evicted = evicted
+        self._used = used
+        self._writes_per_day_bytes = writes_per_day_bytes
+        self._elapsed = elapsed
+        self._grow_from = 0.0
+        self._cut_off = CutOff()
+        self._owed: list[tuple[DiskFolder, int | Segment, int]] = []
+
+    def settle(self, folder: DiskFolder) -> None:
+        """Give back what could not be given back when a write failed."""
+        owed, self._owed = self._owed, []
+        for debt in owed:
+            if debt[0] is folder:
+                self._give_back(*debt)
+
+    def write(self, folder: DiskFolder, slot_bytes: int, head: Head, frame: memoryview) -> str | None:
+        """Keep the frame; None, or why it is not kept. Raises OSError, sqlite3.Error."""
+        self._use_above(folder, head, NOTED_EVERY_S)
+        slot = self._claim(folder, slot_bytes, head)
+        if isinstance(slot, str):
+            return slot
+        try:
+            folder.segments.write(slot, slot_bytes, head, frame)
+            with folder.room(self._evicted) as room:
+                old = room.keep(slot, slot_bytes, head)
+        except BaseException as error:
+            self._give_back(folder, slot, slot_bytes)
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
+                return "full"  # a file system that shares or compresses blocks, and is full of others' files
+            if isinstance(error, FileNotFoundError):
+                return "unavailable"  # its segment was removed just now
+            raise
+        for each in old or ():
+            self._give_back(folder, each.slot, each.slot_bytes)
+        return "unavailable" if old is None else None
+
+    def _claim(self, folder: DiskFolder, slot_bytes: int, head: Head) -> int | str:
+        if head.parent in self._cut_off:
+            if folder.index.place(BlockId(head.parent, head.group), head.created) is None:
+                self._cut_off.add(head.key)
+                return "full"
+            self._cut_off.discard(head.parent)  # another process wrote it
+        its_turn = False
+        while True:
+            with folder.room(self._evicted, may_grow=self._elapsed() >= self._grow_from) as room:
+                limit = self._writes_per_day_bytes
+                if limit is not None and self._written_today(room.run, head.created) + slot_bytes > limit:
+                    return "wear"
+                claimed = room.claim(slot_bytes, head.tenant_tag, head.created, head.parent)
+                if limit is not None and isinstance(claimed, int):
+                    room.run("UPDATE written SET bytes = bytes + ?", slot_bytes)
+            if claimed is OWN_PROMPT and not its_turn:
+                its_turn = True  # unless others are older, once that is noted
+                self._use_above(folder, head, NOTED_IN_ITS_TURN_S)
+                continue
+            if claimed is OWN_PROMPT:
+                self._cut_off.add(head.key)
+                return "full"
+            if not isinstance(claimed, Segment):
+                self._cut_off.discard(head.key)
+                return claimed
+            if not self._make(folder, claimed):
+                self._grow_from = self._elapsed() + GROW_AGAIN_AFTER_S
+
+    def _use_above(self, folder: DiskFolder, head: Head, every_s: float) -> None:
+        """Blocks that come before must not make room for what continues them."""
+        above = folder.index.unused_above(head.parent, head.created - every_s, head.created)
+        if above:
+            self._used(folder, above, head.created)
+
+    def _make(self, folder: DiskFolder, segment: Segment) -> bool:
+        """Make the file of a segment that the index already counts; False if the file system has no room for it."""
+        try:
+            folder.segments.make(segment.id, segment.slot_bytes, segment.slots)
+            with folder.index.transaction() as run:
+                run("UPDATE segments SET state = ? WHERE id = ? AND state = ?", READY, segment.id, MAKING)
+        except (OSError, sqlite3.Error, JournalFullError) as error:
+            self._give_back(folder, segment, segment.slot_bytes)
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
+                return False
+            raise
+        return True
+
+    def _give_back(self, folder: DiskFolder, claimed: int | Segment, slot_bytes: int) -> None:
+        try:
+            with folder.room(self._evicted) as room:
+                if isinstance(claimed, Segment):
+                    room.drop(claimed)
+                else:
+                    room.free(claimed, slot_bytes)
+        except (OSError, sqlite3.Error, JournalFullError):
+            self._owed.append((folder, claimed, slot_bytes))
+
+    def _written_today(self, run: Run, now: float) -> int:
+        """Bytes that all processes wrote since midnight, UTC."""
+        day = int(now // DAY_S)
+        run("DELETE FROM written WHERE day != ?", day)
+        run("INSERT OR IGNORE INTO written VALUES (?, 0)", day)
+        [(written,)] = run("SELECT bytes FROM written")
+        return int(written)

@@ -1,0 +1,1 @@
+"""The memory tier: frames in one arena of this process. Read first: tier.py."""

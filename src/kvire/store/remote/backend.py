@@ -1,0 +1,85 @@
+"""What a remote tier asks of the other side: named values. remote/redis.py and remote/objects.py give it.
+
+A block's value is a stamp and then its frame. The stamp says when it was written and when it expires, in milliseconds
+since the epoch, u64 little endian each; expiry 0 is never. It is there because some servers keep no such times.
+"""
+
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvire.codec.frame import HEADER_BYTES
+from kvire.store.remote.deadline import Deadline
+from kvire.store.tier import Buffer
+
+BATCH = 256  # names in one request: 128 ids go in one, and a listing's answer stays far below a megabyte
+BLOCKS = "kvire/1/"
+PINS = "kvire/pin/1/"  # an empty value for each pinned block
+_STAMP = struct.Struct("<QQ")
+STAMP_BYTES = _STAMP.size
+HEAD_BYTES = STAMP_BYTES + HEADER_BYTES  # of a value: what can be told without its KV
+
+Value = Sequence[bytes | Buffer]  # one after the other
+
+
+def stamp(ttl_s: float | None) -> bytes:
+    """The stamp of a value that is written now."""
+    now = time.time()
+    return _STAMP.pack(round(now * 1000), 0 if ttl_s is None else round((now + ttl_s) * 1000))
+
+
+def stamped(value: bytes | Buffer) -> tuple[float, float | None]:
+    """When a value was written and when it expires, in seconds since the epoch; 0 and never if it has no stamp."""
+    if len(value) < STAMP_BYTES:
+        return 0.0, None
+    written_ms, expires_ms = _STAMP.unpack_from(value)
+    return written_ms / 1000, expires_ms / 1000 if expires_ms else None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One value as the other side knows it. head: its first HEAD_BYTES, or fewer if it is shorter.
+
+    expires: in seconds since the epoch, None for never.
+    """
+
+    name: str
+    head: bytes
+    size_bytes: int
+    expires: float | None
+
+
+class Backend(Protocol):
+    """Named values on the other side. All methods raise TierUnavailable, by the deadline at the latest.
+
+    At most BATCH names in one call. Any thread.
+    """
+
+    def exists(self, names: Sequence[str], deadline: Deadline) -> list[bool]:
+        """Whether each name has a value; not even recency changes."""
+
+    def get(self, name: str, buffers: Sequence[Buffer], deadline: Deadline) -> int:
+        """Fill `buffers` in order; the value's length. Raises BlockMissing, FrameDamaged("length" or "type")."""
+
+    def put(self, name: str, value: Value, ttl_s: float | None, deadline: Deadline) -> str | None:
+        """Keep the value, in place of an older one, in one step. Why not ("full" or "refused"), or None."""
+
+    def touch(self, names: Sequence[str], ttl_s: float | None, deadline: Deadline) -> None:
+        """The values were used, the last one last; they live for `ttl_s` from now on unless they live for ever."""
+
+    def keep(self, names: Sequence[str], ttl_s: float | None, deadline: Deadline) -> None:
+        """The values live for `ttl_s` from now on, or for ever."""
+
+    def remove(self, names: Sequence[str], deadline: Deadline) -> None:
+        """The names have no value any more."""
+
+    def names(self, prefix: str, timeout_s: float) -> Iterator[list[str]]:
+        """All names that begin with it, a batch per `timeout_s` at the latest."""
+
+    def describe(self, names: Sequence[str], deadline: Deadline) -> list[Stored]:
+        """Those of the values that there are, expired ones too as long as they take room."""
+
+    def close(self) -> None:
+        """Give threads and sockets back."""
