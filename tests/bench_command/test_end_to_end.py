@@ -14,7 +14,7 @@ from kvire.bench.kvire_repeat import Repeat
 from kvire.bench.prompts import message
 from kvire.bench.server import RunningServer
 from kvire.bench.settings import Settings
-from kvire.bench.states import TIER_OF, State
+from kvire.bench.states import TIER_OF, TierState
 from kvire.bench.tokens import token_ids
 from kvire.bench.workloads import WORKLOADS
 from kvire.core.errors import ConfigError
@@ -25,10 +25,10 @@ ROUNDED = 1e-6  # of shares
 
 def settings(workloads: tuple[str, ...], states: str, **more) -> Settings:
     more = {"repeats": 1, "scripts": 2, "output_tokens": 3, "contexts": (480,), "at_once": (1,)} | more
-    return Settings(workloads=workloads, states=tuple(map(State, states)), nonce=run.new_nonce(), **more)
+    return Settings(workloads=workloads, states=tuple(map(TierState, states)), nonce=run.new_nonce(), **more)
 
 
-def measured(model: Path, place: Path, plan: Settings, **more) -> results.Report:
+def measured(model: Path, place: Path, plan: Settings, **more) -> results.BenchReport:
     return run.measure({"A": arm(model, place, plan, **more)}, plan, lambda *_: None)
 
 
@@ -36,12 +36,12 @@ def arm(model: Path, place: Path, plan: Settings, **more) -> KvireArm:
     return KvireArm(model=str(model), settings=plan, encode=token_ids(str(model)), place=place, **more)
 
 
-def doubts(report: results.Report, workload: str) -> list[str]:
+def doubts(report: results.BenchReport, workload: str) -> list[str]:
     rows = (row for row in report["rows"] if row["workload"] == workload and row["state"] == "unproved")
     return [f"{row['proof']['doubts']}, {[sample['miss'] for sample in row['samples']]}" for row in rows]
 
 
-def states(report: results.Report, workload: str) -> list[str]:
+def states(report: results.BenchReport, workload: str) -> list[str]:
     return [row["state"] for row in report["rows"] if row["workload"] == workload]
 
 
@@ -61,7 +61,7 @@ def test_every_workload_is_proved_in_every_state(tiny_model: Path, tmp_path: Pat
     assert "unproved" not in html.page(report).html()
 
 
-def check_row(row: results.Row) -> None:
+def check_row(row: results.BenchRow) -> None:
     summary, where = row["summary"], (row["workload"], row["state"])
     assert summary["errors"] == {} and summary["answered"] == summary["requests"] > 0, where
     assert all(sample["output_tokens"] == 3 for sample in row["samples"]), where

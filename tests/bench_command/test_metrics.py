@@ -8,7 +8,7 @@ from kvire.bench.ideal import Seen, ceiling, reusable
 from kvire.bench.intervals import median_interval, quantile, ratio_interval
 from kvire.bench.load import Loop
 from kvire.bench.metrics import Slo, by_repeat, prefill_tokens_per_s, summarise
-from kvire.bench.prompts import Prompt, Script, TokenScale, Writer, message
+from kvire.bench.prompts import BenchPrompt, Script, TokenScale, Writer, message
 from kvire.bench.results import loaded_bytes_per_token
 from kvire.core.errors import ConfigError
 from kvire.core.spec import KVGroup, LayerKind
@@ -137,14 +137,14 @@ def test_the_ideal_is_the_longest_common_beginning():
     for earlier in ((1, 2, 3, 4), (1, 2, 9), (5,)):
         seen.add(earlier)
     assert [seen.shared(units) for units in ((1, 2, 3, 7), (1, 2, 9, 9), (5, 5), (6,), ())] == [3, 3, 1, 0, 0]
-    prompts = [Prompt((message("user", text),), 1) for text in ("aaaa", "aabb", "zzzz")]
+    prompts = [BenchPrompt((message("user", text),), 1) for text in ("aaaa", "aabb", "zzzz")]
     tokens = {"aaaa": (1, 1, 1, 1), "aabb": (1, 1, 2, 2), "zzzz": (3, 3, 3, 3)}
-    shares = reusable(prompts, [Prompt((message("user", "zzzz"),), 1)], lambda p: tokens[p.messages[0]["content"]])
+    shares = reusable(prompts, [BenchPrompt((message("user", "zzzz"),), 1)], lambda p: tokens[p.messages[0]["content"]])
     assert shares == [0.0, 0.5, 0.75], "the last token is always computed"
 
 
 def test_prompts_under_way_together_may_meet_each_other():
-    prompts = [Prompt((message("user", text),), 1) for text in ("aaaa", "aabb", "aaaa")]
+    prompts = [BenchPrompt((message("user", text),), 1) for text in ("aaaa", "aabb", "aaaa")]
     tokens = {"aaaa": (1, 1, 1, 1), "aabb": (1, 1, 2, 2)}
 
     def shares(*waits, before=()):

@@ -10,7 +10,7 @@ from bench_command.made import made_report
 from kvire.bench import figures, html, results
 from kvire.bench.compare import compare, within
 from kvire.bench.results import first_difference
-from kvire.bench.states import State
+from kvire.bench.states import TierState
 from kvire.core.errors import ConfigError
 
 
@@ -61,7 +61,7 @@ def test_a_speed_up_is_the_median_of_the_ratios_within_repeats():
 
 
 def test_a_request_that_failed_is_told_and_left_out_on_both_sides():
-    for failing in (State.G, State.Z):
+    for failing in (TierState.G, TierState.Z):
         report = made_report(failing=failing)
         rows = {row["state"]: row["summary"] for row in report["rows"]}
         assert rows["G"]["speedup"]["median"] == pytest.approx(10.0), "the other took 100 s where it was answered"
@@ -71,10 +71,10 @@ def test_a_request_that_failed_is_told_and_left_out_on_both_sides():
             in notes
         )
     report["arms"].append(report["arms"][0] | {"name": "B"})
-    report["rows"] += [row | {"arm": "B"} for row in made_report(failing=State.G)["rows"]]
+    report["rows"] += [row | {"arm": "B"} for row in made_report(failing=TierState.G)["rows"]]
     ratios = {one.row["state"]: one.ratio.median for one in within(report) if one.measure == "ttft_s"}
     assert ratios["G"] == ratios["Z"] == pytest.approx(1.0)
-    differs = compare(made_report(), made_report(failing=State.G)).differs
+    differs = compare(made_report(), made_report(failing=TierState.G)).differs
     assert "docqa, 1,024 tokens, 1 at once, G: 5 of 10 requests failed in the second" in differs
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvire.bench import page_cache
 from kvire.bench.server import Traffic, parse_metrics
-from kvire.bench.states import Around, Proof, SeenRequest, State, prove
+from kvire.bench.states import Around, Proof, SeenRequest, TierState, prove
 
 BLOCK = 16
 DISK = Around(loaded_bytes=1e6, resident_bytes=0, read_bytes=1_000_000)
@@ -19,17 +19,17 @@ def request(tier: str | None = None, reused: int = 0, *, prompt=1000, stored=900
     return SeenRequest(prompt, sum(tiers.values()), tiers, stored, inside, earlier)
 
 
-def held(state: State, requests: list[SeenRequest], around: Around | None = None) -> Proof:
+def held(state: TierState, requests: list[SeenRequest], around: Around | None = None) -> Proof:
     return prove(state, requests, around or Around(), BLOCK)
 
 
 @pytest.mark.parametrize(
     ("state", "tier", "around"),
     [
-        (State.G, "device", Around()),
-        (State.R, "memory", Around(loaded_bytes=1e6)),
-        (State.D, "disk", DISK),
-        (State.N, "remote", Around(loaded_bytes=1e6)),
+        (TierState.G, "device", Around()),
+        (TierState.R, "memory", Around(loaded_bytes=1e6)),
+        (TierState.D, "disk", DISK),
+        (TierState.N, "remote", Around(loaded_bytes=1e6)),
     ],
 )
 def test_a_tier_gave_what_only_it_had(state, tier, around):
@@ -57,7 +57,7 @@ def test_a_tier_gave_what_only_it_had(state, tier, around):
         assert not held(state, good, replace(around, unwritten=True)).holds
 
 
-@pytest.mark.parametrize("state", [State.G, State.W])
+@pytest.mark.parametrize("state", [TierState.G, TierState.W])
 def test_what_requests_bring_each_other_is_not_what_the_fill_left(state):
     first = request("device", 0, inside=900.0)
     others = [request("device", 900, inside=900.0, earlier=900.0)] * 15
@@ -67,14 +67,14 @@ def test_what_requests_bring_each_other_is_not_what_the_fill_left(state):
 
 
 def test_the_beginning_of_a_template_proves_nothing():
-    assert not held(State.G, [request("device", 16, stored=16.0)]).holds
+    assert not held(TierState.G, [request("device", 16, stored=16.0)]).holds
 
 
 def test_the_pool_may_give_what_the_pass_itself_brought():
     first, next_one = request("disk", 896), request("device", 896, inside=896.0, earlier=896.0)
-    assert held(State.D, [first, next_one], DISK).holds
-    assert not held(State.D, [first, replace(next_one, inside=100.0)], DISK).holds
-    assert not held(State.G, [request("device", 896, disk=1)]).holds
+    assert held(TierState.D, [first, next_one], DISK).holds
+    assert not held(TierState.D, [first, replace(next_one, inside=100.0)], DISK).holds
+    assert not held(TierState.G, [request("device", 896, disk=1)]).holds
 
 
 @pytest.mark.parametrize(
@@ -87,37 +87,37 @@ def test_the_pool_may_give_what_the_pass_itself_brought():
     ],
 )
 def test_disk_warm_needs_bytes_from_the_disk(around, doubt):
-    proof = held(State.D, [request("disk", 896)], around)
+    proof = held(TierState.D, [request("disk", 896)], around)
     assert any(doubt in line for line in proof.doubts)
-    assert held(State.D, [request("disk", 896)], replace(DISK, read_bytes=None)).holds
-    assert held(State.D, [request("disk", 896)], replace(DISK, resident_bytes=None)).holds
+    assert held(TierState.D, [request("disk", 896)], replace(DISK, read_bytes=None)).holds
+    assert held(TierState.D, [request("disk", 896)], replace(DISK, resident_bytes=None)).holds
 
 
 def test_empty_needs_an_empty_start():
     around = Around(own_process=True, stored_blocks=0)
     fresh = [request(stored=0), request("device", 20, inside=20.0)]
-    assert held(State.E, fresh, around).holds
-    assert not held(State.E, fresh, replace(around, own_process=False)).holds
-    assert not held(State.E, fresh, replace(around, stored_blocks=1)).holds
-    assert not held(State.E, [request("device", 40, inside=20.0)], around).holds
-    assert held(State.E, [request("device", 36, inside=20.0)], around).holds  # within a block
+    assert held(TierState.E, fresh, around).holds
+    assert not held(TierState.E, fresh, replace(around, own_process=False)).holds
+    assert not held(TierState.E, fresh, replace(around, stored_blocks=1)).holds
+    assert not held(TierState.E, [request("device", 40, inside=20.0)], around).holds
+    assert held(TierState.E, [request("device", 36, inside=20.0)], around).holds  # within a block
 
 
 def test_no_reuse_is_none_behind_a_salt_and_the_template_before_a_mark():
-    assert prove(State.Z, [request()], Around(), 0).holds
-    assert not prove(State.Z, [request(), request("device", 1)], Around(), 0).holds
+    assert prove(TierState.Z, [request()], Around(), 0).holds
+    assert not prove(TierState.Z, [request(), request("device", 1)], Around(), 0).holds
     marked = SeenRequest(1000, 16, None)
-    assert held(State.Z, [marked]).holds and not held(State.Z, [replace(marked, reused=17)]).holds
+    assert held(TierState.Z, [marked]).holds and not held(TierState.Z, [replace(marked, reused=17)]).holds
 
 
 def test_warm_is_all_that_a_foreign_server_can_prove():
     warm = SeenRequest(1000, 850, None, stored=900.0)
-    assert held(State.W, [warm]).holds
-    assert not held(State.W, [replace(warm, reused=800)]).holds
-    assert not held(State.W, [replace(warm, stored=0.0)]).holds, "nothing to find proves nothing"
-    for state in (State.G, State.R, State.D, State.N):
+    assert held(TierState.W, [warm]).holds
+    assert not held(TierState.W, [replace(warm, reused=800)]).holds
+    assert not held(TierState.W, [replace(warm, stored=0.0)]).holds, "nothing to find proves nothing"
+    for state in (TierState.G, TierState.R, TierState.D, TierState.N):
         assert held(state, [warm], DISK).doubts == ("the server does not say where reused tokens came from",)
-    for state in (State.E, State.W, State.Z):
+    for state in (TierState.E, TierState.W, TierState.Z):
         assert held(state, [replace(warm, reused=None)]).doubts == (
             "the server does not say how many prompt tokens it reused",
         )
@@ -125,13 +125,13 @@ def test_warm_is_all_that_a_foreign_server_can_prove():
 
 def test_the_beginning_of_a_template_is_not_warm():
     def warm(reused, stored):
-        return prove(State.W, [SeenRequest(200, reused, None, stored=stored)], Around(), 64)
+        return prove(TierState.W, [SeenRequest(200, reused, None, stored=stored)], Around(), 64)
 
     assert not warm(64, 49.0).holds and not warm(64, 100.0).holds
     assert warm(98, 100.0).holds and not warm(80, 100.0).holds
 
 
-@pytest.mark.parametrize(("state", "tier"), [(State.G, "device"), (State.W, "device"), (State.R, "memory")])
+@pytest.mark.parametrize(("state", "tier"), [(TierState.G, "device"), (TierState.W, "device"), (TierState.R, "memory")])
 def test_more_than_the_fill_had_was_sent_before(state, tier):
     around = Around(loaded_bytes=1e6)
     assert held(state, [request(tier, 916)], around).holds
@@ -140,9 +140,9 @@ def test_more_than_the_fill_had_was_sent_before(state, tier):
     assert held(state, [request(tier, 999, inside=999.0)], around).holds, "another request of the pass brought it"
 
 
-@pytest.mark.parametrize("state", [State.E, State.G, State.R, State.D, State.Z])
+@pytest.mark.parametrize("state", [TierState.E, TierState.G, TierState.R, TierState.D, TierState.Z])
 def test_whoever_else_asks_spoils_every_state(state):
-    tier = {State.G: "device", State.R: "memory", State.D: "disk"}.get(state)
+    tier = {TierState.G: "device", TierState.R: "memory", TierState.D: "disk"}.get(state)
     seen = [request(tier, 896 if tier else 0)]
     assert held(state, seen, replace(DISK, own_process=True)).holds
     assert held(state, seen, replace(DISK, own_process=False)).doubts == ("others asked the process as well",)

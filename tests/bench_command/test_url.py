@@ -8,14 +8,14 @@ from kvire.bench import run
 from kvire.bench.client import Endpoint
 from kvire.bench.prompts import TokenScale
 from kvire.bench.settings import Settings
-from kvire.bench.states import State
+from kvire.bench.states import TierState
 from kvire.bench.url_arm import UrlArm, check_states
 from kvire.core.errors import ConfigError
 
 
 def settings(states="EWZ", **more):
     more = {"workloads": ("docqa",), "contexts": (400,), "at_once": (1,), "repeats": 2, "output_tokens": 3} | more
-    return Settings(states=tuple(map(State, states)), nonce=run.new_nonce(), **more)
+    return Settings(states=tuple(map(TierState, states)), nonce=run.new_nonce(), **more)
 
 
 def measured(url, plan, no_reuse=None):
@@ -116,7 +116,7 @@ def test_a_server_that_does_not_count_cached_tokens_proves_nothing():
 @pytest.mark.parametrize("state", ["G", "R", "D", "N"])
 def test_states_that_would_have_to_be_believed_are_refused(state):
     with pytest.raises(ConfigError, match="cannot be proved of a server behind a URL"):
-        check_states([State.E, State(state)])
+        check_states([TierState.E, TierState(state)])
 
 
 def test_a_server_that_counts_no_tokens_is_refused():

@@ -11,14 +11,14 @@ from kvire.bench.ideal import characters, common, reusable
 from kvire.bench.prompts import TokenScale, Writer
 from kvire.bench.run import new_nonce
 from kvire.bench.settings import Settings
-from kvire.bench.states import State
+from kvire.bench.states import TierState
 from kvire.bench.traces import TraceScale, digest, read, trace_work
-from kvire.bench.workloads import WORKLOADS, Size, Work
+from kvire.bench.workloads import WORKLOADS, BenchWork, WorkSize
 from kvire.core.errors import ConfigError
 
 SCALE = TokenScale(per_word=1.0, head=0.0)  # a token is a word
 WRITE = Writer(SCALE, seed=0, nonce="n")
-SIZE = Size(context_tokens=600, scripts=3, at_once=2, output_tokens=5)
+SIZE = WorkSize(context_tokens=600, scripts=3, at_once=2, output_tokens=5)
 TRACES = Path(__file__).parents[2] / ".." / "shared" / "traces"
 
 
@@ -60,7 +60,13 @@ def test_everything_is_new_in_every_repeat_and_run_and_the_same_for_every_server
 def plan(**more):
     return Settings(
         **(
-            {"workloads": ("docqa",), "contexts": (600,), "at_once": (1,), "states": (State.E,), "nonce": new_nonce()}
+            {
+                "workloads": ("docqa",),
+                "contexts": (600,),
+                "at_once": (1,),
+                "states": (TierState.E,),
+                "nonce": new_nonce(),
+            }
             | more
         )
     )
@@ -97,11 +103,13 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(wrong, says):
 
 
 def test_works_without_a_probe_have_two_states():
-    settings = plan(states=(State.E, State.G, State.Z), workloads=("random", "shortchat"), contexts=(64, 128))
+    settings = plan(
+        states=(TierState.E, TierState.G, TierState.Z), workloads=("random", "shortchat"), contexts=(64, 128)
+    )
     assert [(cell.workload, cell.context_tokens) for cell in settings.cells()] == [
         ("random", 64), ("random", 128), ("shortchat", 60),
     ]  # fmt: skip
-    assert settings.states_of(Work(())) == (State.E, State.Z)
+    assert settings.states_of(BenchWork(())) == (TierState.E, TierState.Z)
 
 
 MOONCAKE = [
@@ -118,7 +126,7 @@ def lines(path: Path, rows: list[dict[str, object]]) -> Path:
 
 def test_a_trace_keeps_order_arrivals_lengths_and_reuse(tmp_path):
     trace = read(lines(tmp_path / "trace.jsonl", MOONCAKE))
-    work = trace_work(trace, TraceScale(lengths=0.1, speed=2.0, requests=10), WRITE, Size(600, 1, 1, 30))
+    work = trace_work(trace, TraceScale(lengths=0.1, speed=2.0, requests=10), WRITE, WorkSize(600, 1, 1, 30))
     assert [script.start_s for script in work.fill] == [0.0, 0.75, 1.5]
     asked = prompts(work.fill)
     assert [prompt.output_tokens for prompt in asked] == [4, 1, 30]  # the last is cut to --output-tokens
@@ -139,7 +147,7 @@ def test_short_blocks_neither_grow_nor_shrink(tmp_path, lengths):
         for i in range(2)
     ]
     trace = read(lines(tmp_path / "own.jsonl", rows))
-    asked = prompts(trace_work(trace, TraceScale(lengths), WRITE, Size(99_999, 1, 1, 30)).fill)
+    asked = prompts(trace_work(trace, TraceScale(lengths), WRITE, WorkSize(99_999, 1, 1, 30)).fill)
     assert [len(prompt.text.split()) for prompt in asked] == [pytest.approx(14080 * lengths, abs=4)] * 2
     assert reusable(asked, [], characters)[1] == pytest.approx(9600 / 14080, abs=0.06)
 
@@ -148,7 +156,7 @@ def test_tables_have_no_blocks_and_share_nothing(tmp_path):
     table = tmp_path / "azure.csv"
     table.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:05.2319600,3180,8\n"
                      "2023-11-16 18:17:03.9799600,4808,10\n")  # fmt: skip
-    work = trace_work(read(table), TraceScale(0.1), WRITE, Size(600, 1, 1, 30))
+    work = trace_work(read(table), TraceScale(0.1), WRITE, WorkSize(600, 1, 1, 30))
     assert [script.start_s for script in work.fill] == [0.0, pytest.approx(1.252)]
     assert [len(prompt.text.split()) for prompt in prompts(work.fill)] == pytest.approx([480, 318], abs=4)
     assert max(reusable(prompts(work.fill), [], characters)) < 0.05

@@ -75,7 +75,7 @@ def test_s51_a_remote_tier_that_never_answers(behave: Callable, tmp_path: Path) 
             assert max(took) < 10, took  # the server lets them wait for a minute
             asked = server.requests
             assert asked < 40, "after some failures the tier is left alone"
-            assert store.stats().levels[tier.name].counts.unavailable >= REQUESTS
+            assert store.stats().handles[tier.name].counts.unavailable >= REQUESTS
     until(lambda: threading.active_count() <= before_threads and sockets() <= before_sockets)
 
 
@@ -104,4 +104,4 @@ def test_s52_a_slow_read_of_memory_that_was_reused(tmp_path: Path) -> None:
             answer = ask_as(engine, prompt)
             assert answer.token_ids == oracle(prompt).token_ids
             assert answer.cache.remote_tokens == 0 and answer.cache.miss is MissReason.DAMAGED
-        assert store.stats().levels["bent"].counts.damaged >= REQUESTS
+        assert store.stats().handles["bent"].counts.damaged >= REQUESTS

@@ -60,7 +60,7 @@ def s07_foreign_conversations() -> None:
         say_what_prefill_costs(engine, PATIENT_S)
         tally = run_canaries(engine, talk, seed=7, clients=clients, turns=turns)
         assert (tally.responses, tally.foreign, tally.recalled) == (clients * turns, 0, clients * turns)
-        stats = store.stats().levels["memory"].counts
+        stats = store.stats().handles["memory"].counts
         assert engine.stats.memory_tokens > 0 and stats.loaded_blocks > 100, "restored, and told"
 
 
@@ -219,7 +219,7 @@ def s36_lookups_do_not_hold_anything() -> None:
                     store.held(everything)
                 ask(engine, words(3700 + i, 4 * B + 1), max_tokens=1)
                 assert store.flush(10)
-            counts, stats = store.stats().levels["memory"].counts, tier.stats()
+            counts, stats = store.stats().handles["memory"].counts, tier.stats()
             assert (counts.refused, counts.dropped, stats.refused) == (0, 0, {})
             newest = [block_id for i in range(19, 24) for block_id in ids_of(engine, words(3700 + i, 4 * B + 1))]
             assert all(store.held(newest)) and not any(store.held(everything[:16])), (

@@ -15,8 +15,8 @@ from kvire.cli.plan.calibrate import measure
 from kvire.core.cache_folder import write_json
 from kvire.plan.calibration import (
     Asked,
-    Measured,
-    Samples,
+    CalibrationSamples,
+    CalibrationTimes,
     calibration_file,
     measured_machine,
     measured_tiers,
@@ -209,7 +209,7 @@ TIERS = {"R": (0.002, 5e9), "D": (0.02, 1e9)}  # latency, bytes per second
 
 def made_record() -> dict[str, Any]:
     """The record of a machine whose constants are known."""
-    samples = Samples()
+    samples = CalibrationSamples()
     for tokens in (256, 1024, 3072):
         times = {
             Asked(state, tokens, new): MADE.prefill_s(SMOLLM2, tokens - new, tokens)
@@ -222,7 +222,7 @@ def made_record() -> dict[str, Any]:
         for asked, seconds in times.items():
             samples.ttft_s[asked] += [seconds, 9 * seconds, seconds]  # one outlier
     samples.decode_s.append(0.05)
-    return record(Measured("smollm2", "float16", "a processor", 2, 8 << 30), SMOLLM2, samples)
+    return record(CalibrationTimes("smollm2", "float16", "a processor", 2, 8 << 30), SMOLLM2, samples)
 
 
 def test_a_record_gives_back_the_machine_that_made_it() -> None:
@@ -237,12 +237,12 @@ def test_a_record_gives_back_the_machine_that_made_it() -> None:
 
 def test_a_tier_that_noise_hides_gets_a_rate_that_can_be() -> None:
     """Answers from the tier that came sooner than from the pool, as on a busy machine."""
-    samples = Samples()
+    samples = CalibrationSamples()
     for tokens in (256, 1024):
         for state, seconds in (("E", tokens * 1e-3), ("G", 0.05), ("R", 0.01), ("D", 0.01)):
             samples.ttft_s[Asked(state, tokens, tokens if state == "E" else 1)].append(seconds)
     samples.decode_s.append(0.05)
-    found = record(Measured("smollm2", "float16", "a processor", 2, 8 << 30), SMOLLM2, samples)
+    found = record(CalibrationTimes("smollm2", "float16", "a processor", 2, 8 << 30), SMOLLM2, samples)
     assert all(0 <= tier.latency_s < 1e-3 and tier.bytes_per_s <= 1.01e11 for tier in measured_tiers(found))
 
 

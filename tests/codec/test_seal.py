@@ -13,7 +13,7 @@ from codec.samples import OTHER_SECRET, SEALED, SECRET, UNSEALED, block, encoded
 from kvire.codec.codec import RAW
 from kvire.codec.codecs.planes import Planes
 from kvire.codec.frame import Header
-from kvire.codec.seal import SESSION, Session, TenantKey, cipher, forget_ciphers
+from kvire.codec.seal import SESSION, SealSession, TenantKey, cipher, forget_ciphers
 from kvire.core.errors import FrameDamaged
 
 WRITER = """
@@ -81,7 +81,7 @@ def test_no_thread_repeats_a_nonce():
 
 
 def test_a_session_that_is_renewed_shares_nothing_with_the_one_before():
-    session = Session()
+    session = SealSession()
     before = [session.next() for _ in range(3)]
     session.renew()
     assert not {id_ for id_, _ in before} & {session.next()[0]}

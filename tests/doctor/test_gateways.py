@@ -12,7 +12,7 @@ from kvire.doctor import lines as lines_module
 from kvire.doctor.lines import TOO_LONG, json_values
 from kvire.doctor.logs import LoggedRequest, Malformed, read_log
 from kvire.doctor.rules import CacheRules
-from kvire.doctor.usage import Usage
+from kvire.doctor.usage import TokenUsage
 
 MARKED = CacheRules(min_tokens=1024, step_tokens=1, ttl_s=300, explicit=True)
 POINT = {"cachePoint": {"type": "default"}}
@@ -36,7 +36,7 @@ def converse(question: str, read: int, written: int) -> dict[str, Any]:
 def test_converse_has_its_breakpoint_behind_the_system_prompt() -> None:
     found = one(converse("hi", 0, 12304))
     assert (found.api, found.model) == ("converse", "anthropic.claude-x")
-    assert found.usage == Usage(12307, 0, 12304)
+    assert found.usage == TokenUsage(12307, 0, 12304)
     assert found.prompt.text == b"\x1eS" + SYSTEM.encode() + b"\x1eUhi"
     assert found.prompt.breakpoints == ((40_002, 300),)
 
@@ -82,7 +82,7 @@ def test_the_log_that_bedrock_writes() -> None:
         "output": {"outputBodyJson": {"usage": {"inputTokens": 3, "cacheWriteInputTokens": 12304}}},
     }
     found = one(record)
-    assert (found.api, found.model, found.usage) == ("converse", "anthropic.claude-x", Usage(12307, 0, 12304))
+    assert (found.api, found.model, found.usage) == ("converse", "anthropic.claude-x", TokenUsage(12307, 0, 12304))
 
 
 def test_gemini() -> None:
@@ -98,7 +98,7 @@ def test_gemini() -> None:
     url = "https://generativelanguage.googleapis.com/v1beta/models/gemini-2.5-pro:generateContent"
     answer = {"usageMetadata": {"promptTokenCount": 100, "cachedContentTokenCount": 60}}
     found = one({"url": url, "request": body, "response": answer})
-    assert (found.api, found.model, found.usage) == ("gemini", "gemini-2.5-pro", Usage(100, 60))
+    assert (found.api, found.model, found.usage) == ("gemini", "gemini-2.5-pro", TokenUsage(100, 60))
     assert found.prompt.text.startswith(b'\x1eT{"name":"f"}\x1eSBe kind.\x1eUHej\x1eifile ')
     assert found.prompt.text.endswith(b'\x1eRHm.\x1eC f {}\x1eO{"name":"f","response":{"a":1}}')
     assert found.prompt.media == 1
@@ -117,7 +117,7 @@ def test_rows_of_spending_hold_messages_as_text() -> None:
         "response": json.dumps({"usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}}),
     }
     found = one(row)
-    assert (found.api, found.prompt.text, found.usage) == ("chat", CHAT_TEXT, Usage(9, 4))
+    assert (found.api, found.prompt.text, found.usage) == ("chat", CHAT_TEXT, TokenUsage(9, 4))
     assert found.sent_s == 1789027200
     body = json.dumps({"model": "m", "messages": MESSAGES})
     assert one(row | {"messages": "{}", "proxy_server_request": body}).prompt.text == CHAT_TEXT

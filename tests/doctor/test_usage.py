@@ -14,7 +14,7 @@ from kvire.doctor import usage as usage_module
 from kvire.doctor.diagnose import Doctor
 from kvire.doctor.logs import LoggedUsage, Malformed, read_log
 from kvire.doctor.tokens import Estimate
-from kvire.doctor.usage import FORMS, Usage, UsageForm, read_usage
+from kvire.doctor.usage import FORMS, TokenUsage, UsageForm, read_usage
 from kvire.doctor.values import diagnosis_values
 
 # One prompt of 10,000 tokens, of which 6,600 were read from a cache and 3,200 written.
@@ -82,20 +82,20 @@ OF_OTHERS = {
 
 @pytest.mark.parametrize("who", OF_A_CLAUDE)
 def test_what_was_written_is_counted_once(who: str) -> None:
-    assert read_usage(OF_A_CLAUDE[who]) == Usage(10000, 6600, 3200)
+    assert read_usage(OF_A_CLAUDE[who]) == TokenUsage(10000, 6600, 3200)
 
 
 @pytest.mark.parametrize("who", OF_OTHERS)
 def test_what_was_read_is_counted_once(who: str) -> None:
-    assert read_usage(OF_OTHERS[who]) == Usage(10000, 6600, 0)
+    assert read_usage(OF_OTHERS[who]) == TokenUsage(10000, 6600, 0)
 
 
 @pytest.mark.parametrize(
     ("record", "usage"),
     [
-        ({"prompt_tokens": 9, "prompt_tokens_details": None}, Usage(9, None)),
-        ({"input_tokens": 9, "cache_read_input_tokens": None}, Usage(9, None)),
-        ({"input_tokens": 3, "cache_creation_input_tokens": 12304}, Usage(12307, 0, 12304)),
+        ({"prompt_tokens": 9, "prompt_tokens_details": None}, TokenUsage(9, None)),
+        ({"input_tokens": 9, "cache_read_input_tokens": None}, TokenUsage(9, None)),
+        ({"input_tokens": 3, "cache_creation_input_tokens": 12304}, TokenUsage(12307, 0, 12304)),
         ({"prompt_tokens": True}, None),
         ({"prompt_tokens": -1}, None),
         ({"prompt_tokens": "9"}, None),
@@ -103,7 +103,7 @@ def test_what_was_read_is_counted_once(who: str) -> None:
         ([], None),
     ],
 )
-def test_what_a_record_does_not_say_is_not_made_up(record: Any, usage: Usage | None) -> None:
+def test_what_a_record_does_not_say_is_not_made_up(record: Any, usage: TokenUsage | None) -> None:
     assert read_usage(record) == usage
 
 
@@ -125,12 +125,12 @@ def test_what_a_record_does_not_say_is_not_made_up(record: Any, usage: Usage | N
     ],
 )
 def test_usage_is_found_where_logs_put_it(place: Any) -> None:
-    assert one({"messages": MESSAGES} | place(OF_A_CLAUDE["LiteLLM"])).usage == Usage(10000, 6600, 3200)
+    assert one({"messages": MESSAGES} | place(OF_A_CLAUDE["LiteLLM"])).usage == TokenUsage(10000, 6600, 3200)
 
 
 def test_a_new_form_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage_module, "FORMS", (*FORMS, UsageForm("toy_prompt", ("toy.hit",), apart=True)))
-    assert read_usage({"toy_prompt": 1, "toy": {"hit": 2}}) == Usage(3, 2)
+    assert read_usage({"toy_prompt": 1, "toy": {"hit": 2}}) == TokenUsage(3, 2)
 
 
 @pytest.mark.parametrize("row", [i for i, form in enumerate(FORMS) if form.prompt == "input_tokens"][:-2])
@@ -250,6 +250,6 @@ def test_rows_of_spending_without_prompts_are_counted() -> None:
         "metadata": {"usage_object": OF_A_CLAUDE["LiteLLM"]},
     }
     (found,) = read_log(as_json([row]))
-    assert found == LoggedUsage(1, "r1", Usage(10000, 6600, 3200))
+    assert found == LoggedUsage(1, "r1", TokenUsage(10000, 6600, 3200))
     (bare,) = read_log(as_json([row | {"metadata": {}}]))
     assert isinstance(bare, Malformed)  # without cached tokens there is nothing to tell

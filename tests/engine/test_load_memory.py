@@ -129,7 +129,7 @@ def test_a_storm_of_leaving_and_coming_back(tmp_path: Path) -> None:
         engine = engine_over(store, num_blocks=40, max_num_seqs=4)
         tier.slow_s = 0.002
         open_, answers, aborted = {}, {}, 0
-        loaded_blocks = lambda: store.stats().levels["bent"].counts.loaded_blocks
+        loaded_blocks = lambda: store.stats().handles["bent"].counts.loaded_blocks
         end = time.monotonic() + PATIENCE_S
         for round_ in count():
             if (round_ >= 300 and loaded_blocks() > 50) or time.monotonic() > end:

@@ -54,13 +54,13 @@ def test_the_fastest_tier_that_has_a_block_gives_it_and_the_report_says_which(tm
     with store_over(lambda *at: [*memory(*at), *disk(*at), *shared_folder(*at)], tmp_path) as store:
         keep(store, prompt)
         found = []
-        for level in store._levels:
+        for handle in store._handles:
             engine = engine_over(store)
             report, stats = ask(engine, prompt).cache, engine.stats
             found.append((report.memory_tokens, report.disk_tokens, report.remote_tokens))
             assert found[-1] == (stats.memory_tokens, stats.disk_tokens, stats.remote_tokens)
             assert store.flush(10)
-            for faster in store._levels[: store._levels.index(level) + 1]:
+            for faster in store._handles[: store._handles.index(handle) + 1]:
                 faster.tier.clear()
         assert found == [(6 * B, 0, 0), (0, 6 * B, 0), (0, 0, 6 * B)]
 
@@ -82,14 +82,16 @@ def test_a_request_that_wants_nothing_kept_leaves_nothing_and_takes_what_is_ther
     with store_over(disk, tmp_path) as store:
         ask_as(engine_over(store), secret, store=False)
         assert store.flush(10)
-        assert (store.stats().saves, store.stats().levels["disk"].tier.writes) == (0, 0)
+        assert (store.stats().saves, store.stats().handles["disk"].tier.writes) == (0, 0)
         keep(store, kept)
-        writes = store.stats().levels["disk"].tier.writes
+        writes = store.stats().handles["disk"].tier.writes
         report = ask_as(engine_over(store), [*kept, *words(3, 2 * B)], store=False).cache
         assert report.disk_tokens == 5 * B
         assert ask(engine_over(store), secret).cache.reused_tokens == 0
         assert store.flush(10)
-        assert store.stats().levels["disk"].tier.writes == writes + (len(secret) + 15) // B, "only what was asked to be"
+        assert store.stats().handles["disk"].tier.writes == writes + (len(secret) + 15) // B, (
+            "only what was asked to be"
+        )
 
 
 def test_a_second_engine_finds_what_the_first_computed_before_the_end_of_its_answer(tmp_path: Path) -> None:
@@ -214,7 +216,7 @@ def test_a_preempted_sequence_is_computed_where_that_is_faster(tmp_path: Path) -
     prompt = words(1, 10 * B + 3)
     with store_over(disk, tmp_path) as store:
         report = preempted_once(engine_over(store, token_s=BUSY_S), prompt)
-        assert store.stats().levels["disk"].tier.reads == 0
+        assert store.stats().handles["disk"].tier.reads == 0
     assert report.recomputed_tokens >= 10 * B
 
 
@@ -230,7 +232,7 @@ def test_many_preemptions_over_a_store_change_no_answer(tmp_path: Path) -> None:
             for one in requests[::3]:
                 answer = answers[one.request_id, 0]
                 assert answer.token_ids == oracle(list(one.token_ids), max_tokens=4 * B).token_ids
-        assert sum(level.counts.loaded_blocks for level in store.stats().levels.values()) > 0
+        assert sum(handle.counts.loaded_blocks for handle in store.stats().handles.values()) > 0
 
 
 def test_without_keys_requests_are_served_and_nothing_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -244,7 +246,7 @@ def test_without_keys_requests_are_served_and_nothing_is_kept(tmp_path: Path, ca
             answer = ask_as(engine, prompt, tenant="somebody")
             assert answer.token_ids == oracle(prompt).token_ids
             assert answer.cache.reused_tokens == reused, "the device remembers all the same"
-        assert store.stats().levels["disk"].tier.writes == 0
+        assert store.stats().handles["disk"].tier.writes == 0
     assert "somebody" not in caplog.text
 
 
@@ -256,7 +258,7 @@ def test_without_locks_requests_are_served_and_nothing_is_kept(tmp_path: Path) -
         engine = engine_over(store)
         for _ in range(2):
             assert ask_as(engine, prompt, tenant="somebody").token_ids == oracle(prompt).token_ids
-        assert store.stats().levels["disk"].tier.writes == 0
+        assert store.stats().handles["disk"].tier.writes == 0
 
 
 def test_a_stalled_index_holds_up_no_answer(tmp_path: Path) -> None:
@@ -272,7 +274,7 @@ def test_a_stalled_index_holds_up_no_answer(tmp_path: Path) -> None:
             engine.submit(asking)
             assert finish(engine, asking).token_ids == oracle(words(2, 4 * B + 1), max_tokens=4).token_ids
             finish(engine, running)
-            assert store.stats().levels["disk"].late
+            assert store.stats().handles["disk"].late
         assert files.stalled
 
 

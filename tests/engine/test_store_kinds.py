@@ -252,7 +252,7 @@ def test_keys_that_collide_give_no_foreign_block_through_the_store(
             answer = ask(engine_over(store, num_blocks=8), prompt, max_tokens=4)
             assert answer.token_ids == token_ids
             assert store.flush(10)
-        assert sum(level.counts.foreign for level in store.stats().levels.values()) > 0, "and counted"
+        assert sum(handle.counts.foreign for handle in store.stats().handles.values()) > 0, "and counted"
 
 
 def test_deterministic_blocks_are_the_same_bits_loaded_and_computed(tmp_path: Path) -> None:

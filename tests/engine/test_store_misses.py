@@ -50,11 +50,11 @@ def test_what_had_to_make_room(tmp_path: Path, tiers) -> None:
         keep(store, PROMPT)
         engine = engine_over(store)
         ids = ids_of(engine, PROMPT)
-        for level in store._levels:
-            assert level.tier.delete(ids[4:], "room") == 2
+        for handle in store._handles:
+            assert handle.tier.delete(ids[4:], "room") == 2
         report = why(engine, PROMPT)
         assert (report.miss, report.miss_token) == (MissReason.DIVERGED, 4 * B)
-        store._levels[0].tier.delete(ids, "room")
+        store._handles[0].tier.delete(ids, "room")
         report = why(engine_over(store), PROMPT)
         assert (report.miss, report.miss_token, report.reused_tokens) == (MissReason.EVICTED, 0, 0)
 
@@ -111,7 +111,7 @@ def test_damage_on_the_disk(tmp_path: Path) -> None:
         report = why(engine_over(store), PROMPT)
         assert (report.miss, report.miss_token, report.reused_tokens) == (MissReason.DAMAGED, 0, 0)
         assert store.flush(10)
-        counts = store.stats().levels["disk"].counts
+        counts = store.stats().handles["disk"].counts
         assert counts.damaged >= 4 and counts.damaged + counts.missing == 6, "of one not even the place is still known"
         assert why(engine_over(store), PROMPT).disk_tokens == 6 * B, "written again"
 
@@ -143,7 +143,7 @@ def test_what_is_stored_but_faster_to_compute(tmp_path: Path) -> None:
         keep(store, PROMPT)
         report = why(engine_over(store, token_s=BUSY_S), PROMPT)
         assert (report.miss, report.miss_token, report.reused_tokens) == (MissReason.SLOWER, 0, 0)
-        assert store.stats().levels["disk"].tier.reads == 0
+        assert store.stats().handles["disk"].tier.reads == 0
         other = why(engine_over(store, token_s=BUSY_S), words(3, 90))
         assert other.miss is MissReason.NEVER_STORED, "only what is there can be slower"
 

@@ -88,8 +88,8 @@ class Steady:
 
 def say_how_fast(store: TieredStore, bytes_per_s: float) -> None:
     """Every tier of the store is said to be so fast."""
-    for level in store._levels:
-        level.meter = Steady(bytes_per_s)
+    for handle in store._handles:
+        handle.meter = Steady(bytes_per_s)
 
 
 def blank_blocks(engine: Engine) -> list[list[int]]:

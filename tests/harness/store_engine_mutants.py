@@ -20,7 +20,7 @@ from kvire.engine.prefetch import Prefetcher
 from kvire.engine.scheduler import Scheduler
 from kvire.models import fingerprint, loader
 from kvire.plan.cost import Way
-from kvire.store.level import Level
+from kvire.store.handle import TierHandle
 from kvire.store.reuse import look as look_module
 from kvire.store.reuse import planner as planner_module
 from kvire.store.reuse.chain import Names
@@ -224,7 +224,7 @@ def stored_blocks_grow(patch: pytest.MonkeyPatch) -> None:
             reuse.save(seq.chain, [index], lambda index, group: memory(index + 1, group))
 
     patch.setattr(Scheduler, "advance", broken)
-    patch.setattr(Level, "needs", lambda self, ids: [True] * len(ids))
+    patch.setattr(TierHandle, "needs", lambda self, ids: [True] * len(ids))
 
 
 def keys_from_the_builtin_hash(patch: pytest.MonkeyPatch) -> None:

@@ -20,29 +20,29 @@ from kvire.codec.seal import Checksum
 from kvire.core.errors import BlockMissing
 from kvire.core.keys import Namespace, field
 from kvire.sessions import session_file
-from kvire.store import level
+from kvire.store import handle
 from kvire.store.asker import Asker
 from kvire.store.disk import index as disk_index
 from kvire.store.disk.clock import FollowingClock
 from kvire.store.disk.files import Files
 from kvire.store.disk.folder import DiskFolder
 from kvire.store.disk.index import Watch
-from kvire.store.disk.room import Room
+from kvire.store.disk.room import SlotAllocator
 from kvire.store.disk.salvage import Salvaged
 from kvire.store.disk.segments import HEAD_BYTES, SegmentFiles, place_of, segment_of
 from kvire.store.disk.tier import DiskTier
-from kvire.store.epochs import Epochs
+from kvire.store.epochs import Generations
 from kvire.store.eviction.order import EvictionOrder
 from kvire.store.explain import Explainer
+from kvire.store.handle import TierHandle
 from kvire.store.health import Outage
 from kvire.store.keyring import Keyring
-from kvire.store.level import Level
-from kvire.store.loader import Loader, _Flight
+from kvire.store.loader import Loader, _InflightRead
 from kvire.store.memory.tier import MemoryTier
 from kvire.store.remote.objects import ObjectBackend
-from kvire.store.survey import Space, Survey
+from kvire.store.survey import SpaceUse, Survey
 from kvire.store.ticket import LoadState, Ticket
-from kvire.store.workers import Workers
+from kvire.store.workers import WorkerThreads
 from kvire.store.write_behind import WriteBehind
 from kvire.store.write_queue import WriteQueue
 
@@ -59,7 +59,7 @@ def published_before_the_load_ends(patch: pytest.MonkeyPatch) -> None:
 
 def what_names_no_build_is_current(patch: pytest.MonkeyPatch) -> None:
     """Blocks from before builds were noted count as those of a build without a name."""
-    patch.setattr(Space, "build", property(lambda self: (self.fields or {}).get("build", "")))
+    patch.setattr(SpaceUse, "build", property(lambda self: (self.fields or {}).get("build", "")))
 
 
 def the_build_used_first_is_current(patch: pytest.MonkeyPatch) -> None:
@@ -92,9 +92,9 @@ def remote_reads_into_the_callers_memory(patch: pytest.MonkeyPatch) -> None:
     def broken(self, flight):
         if (first := self._board([flight], flight.number)[0]) is None:
             return
-        level = self._remote[flight.number]
-        if (failure := self._fetch(level, flight.record, first.out, None)) is None:
-            self._land([(flight, first.out)], flight.number, level)
+        handle = self._remote[flight.number]
+        if (failure := self._fetch(handle, flight.record, first.out, None)) is None:
+            self._land([(flight, first.out)], flight.number, handle)
         else:
             self._divert(flight, flight.number, failure)
 
@@ -105,7 +105,7 @@ def everybody_reads_alone(patch: pytest.MonkeyPatch) -> None:
     """Loads of the same block do not know of each other."""
 
     def broken(self, load, numbers, place):
-        return [_Flight(load.ticket.wanted[i].record, number, [(load, i)]) for i, number in numbers.items()]
+        return [_InflightRead(load.ticket.wanted[i].record, number, [(load, i)]) for i, number in numbers.items()]
 
     patch.setattr(Loader, "_flights_for", broken)
 
@@ -123,7 +123,7 @@ def checksum_skipped(patch: pytest.MonkeyPatch) -> None:
 
 def runs_are_taken_at_their_word(patch: pytest.MonkeyPatch) -> None:
     """What is read together is not verified."""
-    patch.setattr(level, "finish_all", lambda readings, lengths: [length is not None for length in lengths])
+    patch.setattr(handle, "finish_all", lambda readings, lengths: [length is not None for length in lengths])
 
     def copied(self, wanted, frames):
         for (record, out), whole in zip(wanted, frames, strict=True):
@@ -143,7 +143,7 @@ def lent_frames_are_not_held(patch: pytest.MonkeyPatch) -> None:
 
 def damaged_blocks_stay(patch: pytest.MonkeyPatch) -> None:
     """Damage is a miss, again and again."""
-    init = Level.__init__
+    init = TierHandle.__init__
 
     class Keeping:
         def __init__(self, tier):
@@ -156,12 +156,12 @@ def damaged_blocks_stay(patch: pytest.MonkeyPatch) -> None:
         init(self, tier, *rest)
         self.tier = Keeping(tier)
 
-    patch.setattr(Level, "__init__", broken)
+    patch.setattr(TierHandle, "__init__", broken)
 
 
 def deleted_at_first_sight(patch: pytest.MonkeyPatch) -> None:
     """A block that is replaced while it is read counts as damaged."""
-    read = Level._read
+    read = TierHandle._read
 
     def broken(self, record, out, timeout_s):
         try:
@@ -172,12 +172,12 @@ def deleted_at_first_sight(patch: pytest.MonkeyPatch) -> None:
             self.tier.delete([record.id], "damaged")
             raise
 
-    patch.setattr(Level, "_read", broken)
+    patch.setattr(TierHandle, "_read", broken)
 
 
 def foreign_blocks_are_promised_for_ever(patch: pytest.MonkeyPatch) -> None:
     """A lookup promises what no load can get."""
-    patch.setattr(Level, "promises", lambda self, ids: self.held(ids))
+    patch.setattr(TierHandle, "promises", lambda self, ids: self.held(ids))
 
 
 def address_is_enough(patch: pytest.MonkeyPatch) -> None:
@@ -216,8 +216,8 @@ def salt_dropped(patch: pytest.MonkeyPatch) -> None:
 
 def drops_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     """What finds no room disappears in silence."""
-    count = Level.count
-    patch.setattr(Level, "count", lambda self, **added: count(self, **(added | {"dropped": 0})))
+    count = TierHandle.count
+    patch.setattr(TierHandle, "count", lambda self, **added: count(self, **(added | {"dropped": 0})))
 
 
 def queues_without_bounds(patch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def forgotten_blocks_are_still_written(patch: pytest.MonkeyPatch) -> None:
 
 def clear_stops_at_the_tiers(patch: pytest.MonkeyPatch) -> None:
     """Clearing clears the tiers and not what is on its way to them; the writers do not look either."""
-    patch.setattr(Epochs, "is_recent", lambda self, tenant, mark: True)
+    patch.setattr(Generations, "is_recent", lambda self, tenant, mark: True)
 
 
 def turns_do_not_matter(patch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ def turns_do_not_matter(patch: pytest.MonkeyPatch) -> None:
 
 def known_blocks_are_written_again(patch: pytest.MonkeyPatch) -> None:
     """Each tier is sent each block whenever it is seen."""
-    patch.setattr(Level, "needs", lambda self, ids: [True] * len(ids))
+    patch.setattr(TierHandle, "needs", lambda self, ids: [True] * len(ids))
 
 
 def stale_index_after_replace(patch: pytest.MonkeyPatch) -> None:
@@ -331,8 +331,8 @@ def one_tenant_may_evict_all(patch: pytest.MonkeyPatch) -> None:
 
 def threads_stay(patch: pytest.MonkeyPatch) -> None:
     """Closing ends nothing."""
-    patch.setattr(Workers, "stop", lambda self: None)
-    patch.setattr(Workers, "join", lambda self, end: None)
+    patch.setattr(WorkerThreads, "stop", lambda self: None)
+    patch.setattr(WorkerThreads, "join", lambda self, end: None)
 
 
 def salts_are_noted(patch: pytest.MonkeyPatch) -> None:
@@ -407,7 +407,7 @@ def statements_have_no_end(patch: pytest.MonkeyPatch) -> None:
 
 def slots_are_given_away_unseen(patch: pytest.MonkeyPatch) -> None:
     """A slot that the index calls free is free."""
-    patch.setattr(Room, "_must_be_nobodys", lambda self, slot, slot_bytes: None)
+    patch.setattr(SlotAllocator, "_must_be_nobodys", lambda self, slot, slot_bytes: None)
 
 
 def pins_go_with_the_index(patch: pytest.MonkeyPatch) -> None:
@@ -417,7 +417,7 @@ def pins_go_with_the_index(patch: pytest.MonkeyPatch) -> None:
 
 def what_a_tier_raises_gets_out(patch: pytest.MonkeyPatch) -> None:
     """Tiers are trusted to raise what they promise."""
-    patch.setattr(Level, "answers", lambda self: nullcontext())
+    patch.setattr(TierHandle, "answers", lambda self: nullcontext())
 
 
 def checkpoints_beside_commits(patch: pytest.MonkeyPatch) -> None:

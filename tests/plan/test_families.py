@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from kvire.core.spec import KVSpec
 from kvire.models.families import SUPPORTED, kv_groups
-from kvire.plan.families.blocks import Block, dense
+from kvire.plan.families.blocks import ModelBlock, dense
 from kvire.plan.families.layouts import full_every
 from kvire.plan.families.table import FAMILIES, _family
 from kvire.plan.families.wrappers import ALIASES, LANGUAGE_MODELS
@@ -77,7 +77,9 @@ def test_a_family_of_a_known_layout_is_one_line(monkeypatch: pytest.MonkeyPatch)
         "intermediate_size": 96,
         "vocab_size": 320,
     }
-    monkeypatch.setitem(FAMILIES, "toy", _family(full_every(2), Block(dense()), 2048, 4, 64, 4, 2, sliding_window=24))
+    monkeypatch.setitem(
+        FAMILIES, "toy", _family(full_every(2), ModelBlock(dense()), 2048, 4, 64, 4, 2, sliding_window=24)
+    )
     groups = kv_groups(config)
     assert [(group.layers, group.window) for group in groups] == [((1, 3), None), ((0, 2), 24)]
     found = read_shape(config)

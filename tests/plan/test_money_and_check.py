@@ -10,7 +10,7 @@ from kvire.core.errors import ConfigError
 from kvire.plan.check import check
 from kvire.plan.prices import Price, bill, hosted_prices, own_usd_per_million, price_table, years_until_worn
 from kvire.plan.shape import Storage
-from kvire.plan.sizing import Memory, Usage, growth, longest_context, parity_tokens, parity_users, users
+from kvire.plan.sizing import MemoryUse, ServingUse, growth, longest_context, parity_tokens, parity_users, users
 
 from .shapes import GIB, shape
 
@@ -71,10 +71,10 @@ def test_own_hardware_and_disks_by_hand() -> None:
 def test_users_on_80_gb() -> None:
     """(80 GB x 0.9 - 13.48 GB of weights) over 4,000 x 512 KiB."""
     llama = shape("llama-2-7b")
-    memory = Memory(80 * 10**9, llama.weights.size_bytes())
+    memory = MemoryUse(80 * 10**9, llama.weights.size_bytes())
     assert users(llama, FP16, memory, 4000) == (72_000_000_000 - 13_476_831_232) // (4000 * 524_288) == 27
     assert longest_context(llama, FP16, memory, 27) >= 4000 > longest_context(llama, FP16, memory, 28)
-    assert Memory(10**9, llama.weights.size_bytes()).kv_bytes == 0
+    assert MemoryUse(10**9, llama.weights.size_bytes()).kv_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "gpt-oss-20b", "qwen3.5-27b", "gemma3-270m"])
@@ -88,7 +88,7 @@ def test_parity_is_the_first_length_at_which_kv_is_as_large(name: str) -> None:
 
 
 def test_growth_in_six_directions() -> None:
-    rows = {row.direction: row for row in growth(shape("llama-2-7b"), FP16, Usage(context=4000, users=200))}
+    rows = {row.direction: row for row in growth(shape("llama-2-7b"), FP16, ServingUse(context=4000, users=200))}
     assert list(rows) == ["length", "reasoning", "users", "hours", "kept sessions", "agents"]
     assert rows["users"].to_bytes / GIB == pytest.approx(391, abs=0.5)
     assert rows["length"].factor == 4
@@ -96,13 +96,13 @@ def test_growth_in_six_directions() -> None:
     assert agents.shared_bytes == (4000 + 16 * 2048) * 524_288  # one context and sixteen branches
     assert agents.to_bytes == 16 * (4000 + 2048) * 524_288
     with pytest.raises(ConfigError, match="--users"):
-        Usage(users=0)
+        ServingUse(users=0)
 
 
 def test_agents_on_one_context_have_states_and_windows_of_their_own() -> None:
     for name in ("qwen3.5-27b", "gpt-oss-20b"):
         found = shape(name)
-        agents = growth(found, FP16, Usage(agents=16))[-1]
+        agents = growth(found, FP16, ServingUse(agents=16))[-1]
         own = found.state_bytes(FP16) + found.window_bytes(FP16)
         assert agents.shared_bytes is not None
         assert agents.shared_bytes - found.sequence_bytes(8192, FP16) >= 16 * (own + 2048 * found.growing_bytes(FP16))

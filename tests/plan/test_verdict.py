@@ -13,28 +13,28 @@ from kvire.plan.hardware import break_even_bytes_per_s, machine
 from kvire.plan.hits import HitCurve, assumed_reuse, read_curve
 from kvire.plan.plan import Money, Plan, device_tokens
 from kvire.plan.report import build
-from kvire.plan.serve import Prompt, computed, from_device, from_tier
+from kvire.plan.serve import PromptShape, computed, from_device, from_tier
 from kvire.plan.shape import Storage
-from kvire.plan.sizing import Usage
-from kvire.plan.tiers import Tier, parse_tier, presets
+from kvire.plan.sizing import ServingUse
+from kvire.plan.tiers import PlannedTier, parse_tier, presets
 from kvire.plan.verdict import Demand, decide, offers, stored_bytes_per_token
 
 from .shapes import shape
 
 FP16, H100 = Storage("float16", 16), machine("h100")
 LLAMA, GEMMA = shape("llama-3.1-8b"), shape("gemma3-270m")
-PROMPT = Prompt(8192, 64)
+PROMPT = PromptShape(8192, 64)
 CURVE = HitCurve("lru", ((1e6, 0.1), (1e7, 0.4), (1e8, 0.6)), 0.65)
 
 
-def tier(gb_s: float, size: str = "10TB", price: float | None = 0.01, latency_s: float = 1e-4) -> Tier:
+def tier(gb_s: float, size: str = "10TB", price: float | None = 0.01, latency_s: float = 1e-4) -> PlannedTier:
     made = parse_tier(f"disk={size}@{gb_s}")
     return replace(made, latency_s=latency_s, usd_per_gb_month=price)
 
 
 @given(st.floats(0.001, 1000), st.integers(1, 8192), st.integers(64, 8192))
 def test_no_tier_is_slower_than_computing_nor_faster_than_the_device(gb_s: float, new: int, tokens: int) -> None:
-    prompt = Prompt(tokens, min(new, tokens))
+    prompt = PromptShape(tokens, min(new, tokens))
     found = from_tier(LLAMA, H100, prompt, FP16, tier(gb_s))
     assert from_device(LLAMA, H100, prompt).seconds <= found.seconds * (1 + 1e-9)
     assert found.seconds <= computed(LLAMA, H100, prompt).seconds * (1 + 1e-6)
@@ -42,7 +42,7 @@ def test_no_tier_is_slower_than_computing_nor_faster_than_the_device(gb_s: float
 
 
 def test_what_is_loaded_is_the_whole_blocks_before_the_new_tokens() -> None:
-    found = from_tier(LLAMA, H100, Prompt(8192, 70), FP16, tier(50, latency_s=0.0))
+    found = from_tier(LLAMA, H100, PromptShape(8192, 70), FP16, tier(50, latency_s=0.0))
     reused = 8112  # 8,122 are known, in whole blocks of 16
     assert found.way == "load"
     assert found.load_s == pytest.approx(reused * 131_072 / 50e9)
@@ -51,8 +51,8 @@ def test_what_is_loaded_is_the_whole_blocks_before_the_new_tokens() -> None:
 
 def test_break_even_is_where_loading_takes_as_long_as_computing() -> None:
     rate = break_even_bytes_per_s(LLAMA, FP16, H100, 8192)
-    at = from_tier(LLAMA, H100, Prompt(8192, 1), FP16, tier(rate / 1e9, latency_s=0.0))
-    assert at.load_s == pytest.approx(computed(LLAMA, H100, Prompt(8192, 1)).seconds, rel=0.01)
+    at = from_tier(LLAMA, H100, PromptShape(8192, 1), FP16, tier(rate / 1e9, latency_s=0.0))
+    assert at.load_s == pytest.approx(computed(LLAMA, H100, PromptShape(8192, 1)).seconds, rel=0.01)
     assert at.way == "both"  # neither alone is better, so they meet
 
 
@@ -67,7 +67,7 @@ def test_a_state_is_loaded_whole_or_not_at_all() -> None:
 @pytest.mark.parametrize("new", [0, 101])
 def test_at_least_one_token_is_new_and_at_most_all(new: int) -> None:
     with pytest.raises(ConfigError, match="new ones"):
-        Prompt(100, new)
+        PromptShape(100, new)
 
 
 def test_tiers_as_people_write_them() -> None:
@@ -289,7 +289,7 @@ def plan(name: str) -> Plan:
         verified=True,
         shape=shape(name),
         storage=Storage("float32", 16),
-        use=Usage(context=8192),
+        use=ServingUse(context=8192),
         prompt=PROMPT,
         tiers=(tier(14, size="36864MB"),),
         money=Money(requests_per_hour=10, output_tokens=256),

@@ -44,7 +44,7 @@ def fill(folder: Path, *, encrypt: bool) -> tuple[list[bytes], list[bytes], str]
             engine.pool.clear()
         assert store.flush(60)
         Sessions(folder / "disk", keyring, 1 << 20).save("", Session("work", ({"role": "user", "content": SECRET},)))
-        names = " ".join(store.stats().levels) + str([metric.samples for metric in store_metrics(store.stats())])
+        names = " ".join(store.stats().handles) + str([metric.samples for metric in store_metrics(store.stats())])
         assert store.stats().dropped_saves == 0
     return tokens, kv, names
 

@@ -76,7 +76,7 @@ def soak_cancelled_loads(path: Path, cancelled: int = 150) -> None:
         assert min(done.values()) > cancelled / 20, done
         assert client.in_flight == 0 and not engine._sequences and not engine.scheduler._computing
         assert store.flush(10)
-        assert store.stats().levels["bent"].counts.loaded_blocks > cancelled / 4
+        assert store.stats().handles["bent"].counts.loaded_blocks > cancelled / 4
     engine.pool.check()
     until(lambda: threading.active_count() <= threads and open_files() <= files)
 
@@ -103,7 +103,7 @@ def soak_short_stored_requests(path: Path, count: int = 3_000, warm_up: int = 1_
                 samples.append((sent, rss_bytes()))
         stats = engine.stats
         assert store.flush(30)
-        memory_stats = store.stats().levels["memory"]
+        memory_stats = store.stats().handles["memory"]
         assert stats.memory_tokens > 0 and memory_stats.tier.evictions["room"] > 0
         assert memory_stats.tier.used_bytes <= memory_stats.tier.limit_bytes
     reused = stats.device_tokens + stats.memory_tokens

@@ -92,7 +92,7 @@ def test_the_disk_tier(tmp_path):
     trace = random_trace(5, requests=150, sessions=blocks // 4)
     ended = [number % 3 > 0 for number in range(150)]
     clock = 0.0
-    with DiskTier(tmp_path / "disk", 4 * MIB, elapsed=lambda: clock) as tier:
+    with DiskTier(tmp_path / "disk", 4 * MIB, elapsed=lambda: clock, wall=lambda: 1e9 + clock) as tier:
         real = []
         for chain, end in zip(chains_of(trace, kv_bytes=30_000), ended, strict=True):
             clock += 100.0
@@ -110,7 +110,7 @@ def test_a_prompt_longer_than_the_disk_tier_keeps_its_beginning(tmp_path):
     trace = trace_of([((("other", n),), 10) for n in range(5)] + [(long, 10 * len(long))] * 3)
     clock = 0.0
     real = []
-    with DiskTier(tmp_path / "disk", 4 * MIB, elapsed=lambda: clock) as tier:
+    with DiskTier(tmp_path / "disk", 4 * MIB, elapsed=lambda: clock, wall=lambda: 1e9 + clock) as tier:
         for chain in chains_of(trace, kv_bytes=30_000):
             clock += 100.0
             real.append(drive(tier, chain))
@@ -256,7 +256,7 @@ def test_what_another_process_found_room_for_is_not_cut_off(tmp_path):
 def test_a_write_below_does_not_bring_back_what_has_expired(tmp_path):
     [chain] = chains_of(trace_of([("ab", 21)]), kv_bytes=600)
     clock = 0.0
-    with DiskTier(tmp_path / "disk", 4 * MIB, elapsed=lambda: clock) as tier:
+    with DiskTier(tmp_path / "disk", 4 * MIB, elapsed=lambda: clock, wall=lambda: 1e9 + clock) as tier:
         tier.write(chain[0], frame_of(chain[0]), TAG, ttl_s=100)
         tier._upkeep.close()  # nothing takes expired blocks out meanwhile
         clock = 101.0

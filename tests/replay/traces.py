@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvire.replay.trace import Request, Trace
+from kvire.replay.trace import Trace, TraceRequest
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"
 
@@ -32,7 +32,7 @@ def trace_of(chains: Sequence[tuple[Sequence[object], int]], block_tokens: int =
                 trace.depths.append(len(blocks))
             parent = numbers[parent, name]
             blocks.append(parent)
-        trace.requests.append(Request(place * every_s, input_tokens, 1, tuple(blocks)))
+        trace.requests.append(TraceRequest(place * every_s, input_tokens, 1, tuple(blocks)))
     return trace
 
 

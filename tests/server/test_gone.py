@@ -130,7 +130,7 @@ MOMENTS: dict[str, Callable[[Served, TieredStore], object]] = {
     "all have asked": lambda served, _: served.client.in_flight == 64,
     "some are seated": lambda served, _: queue_of(served)[0] == 4,
     "some lost their seat": lambda served, _: served.engine.scheduler.preemptions,
-    "some are loaded": lambda _, store: store.stats().levels["disk"].counts.loaded_blocks,
+    "some are loaded": lambda _, store: store.stats().handles["disk"].counts.loaded_blocks,
 }
 
 

@@ -17,7 +17,7 @@ from server.serving import running, tiny_engine
 from kvire.core.errors import QueueFullError
 from kvire.server.errors import ApiError
 from kvire.server.limits import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, json_depth, parse_json
-from kvire.server.workers import Workers
+from kvire.server.workers import TokeniserThreads
 
 MIB = 1024 * 1024
 
@@ -316,7 +316,7 @@ def test_bodies_in_the_air_are_bounded_together(shared, monkeypatch):
 
 def test_calls_that_wait_for_a_thread_are_bounded():
     async def crowd() -> list[object]:
-        workers, hang = Workers(threads=1, max_waiting=2), threading.Event()
+        workers, hang = TokeniserThreads(threads=1, max_waiting=2), threading.Event()
         calls = [asyncio.ensure_future(workers.run(hang.wait, PATIENCE_S)) for _ in range(5)]
         await asyncio.wait(calls[3:])
         calls[1].cancel()

@@ -56,16 +56,16 @@ def test_a_look_at_a_stalled_index_ends_and_the_store_says_so(tmp_path: Path) ->
         records = blocks(store, 3)
         ids = [record.id for record in records]
         save_all(store, records)
-        assert store.held(ids) == ["disk"] * 3 and store.stats().levels["disk"].late == ""
-        unavailable = store.stats().levels["disk"].counts.unavailable
+        assert store.held(ids) == ["disk"] * 3 and store.stats().handles["disk"].late == ""
+        unavailable = store.stats().handles["disk"].counts.unavailable
         with files.stall():
             with soon():
                 assert store.held(ids) == [None] * 3
-            disk = store.stats().levels["disk"]
+            disk = store.stats().handles["disk"]
             assert "no answer within" in disk.late
             assert (disk.counts.unavailable, disk.tier.blocks) == (unavailable + 1, 3)
         until(lambda: store.held(ids) == ["disk"] * 3)
-        assert store.stats().levels["disk"].late == ""
+        assert store.stats().handles["disk"].late == ""
         assert all(ready(load_all(store, records)))
 
 

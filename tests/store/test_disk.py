@@ -35,7 +35,7 @@ from kvire.core.errors import BlockMissing, ConfigError, FrameDamaged, StoreErro
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId
 from kvire.store.disk.files import Files
-from kvire.store.disk.segments import Head
+from kvire.store.disk.segments import SlotHeader
 from kvire.store.disk.tier import DiskTier
 
 
@@ -389,14 +389,14 @@ def test_a_slot_that_was_written_over_by_somebody_is_a_miss(tmp_path: Path) -> N
 
 def test_any_bit_of_a_head_matters() -> None:
     record = record_of(3, 2)
-    head = Head(record.id.key, 1, record.parent, ROOT, TENANT, record.content, 2, 999, 12.5, None)
+    head = SlotHeader(record.id.key, 1, record.parent, ROOT, TENANT, record.content, 2, 999, 12.5, None)
     encoded = head.encode()
-    assert Head.decode(encoded) == head
+    assert SlotHeader.decode(encoded) == head
     for bit in range(8 * len(encoded)):
         flipped = bytearray(encoded)
         flipped[bit // 8] ^= 1 << bit % 8
-        assert Head.decode(flipped) is None
-    assert Head.decode(encoded[:-1]) is None
+        assert SlotHeader.decode(flipped) is None
+    assert SlotHeader.decode(encoded[:-1]) is None
 
 
 def test_reads_ahead_in_runs_and_only_where_there_is_something(tmp_path: Path) -> None:

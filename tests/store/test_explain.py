@@ -42,8 +42,8 @@ def test_what_was_never_stored(store):
 def test_what_was_stored_and_had_to_go(store):
     records = prompt(store)
     save_all(store, records)
-    for level in store._levels:
-        level.tier.delete([records[3].id], "room")
+    for handle in store._handles:
+        handle.tier.delete([records[3].id], "room")
     assert why(store, records[3]).reason is StoreMiss.EVICTED
     store.clear()
     assert why(store, records[3]).reason is StoreMiss.NEVER_STORED, "clear leaves no trace"

@@ -29,6 +29,6 @@ def test_an_older_folder_is_taken_over_whole(tmp_path: Path, how: str) -> None:
             assert ticket.wait(20) and [ticket.state(i) for i in range(length)] == [LoadState.READY] * length
             assert [part.out for part in ticket.wanted] == [kv_of(record) for record in records]
             pinned |= {record.id for record in records[:2]}
-        [level] = store._levels
-        assert {entry.id for entry in level.tier.entries() if entry.pinned} == pinned
-        assert list(level.tier.namespaces().values()) == [{"weights": "w", "block_size": "16"}] * len(LENGTHS)
+        [handle] = store._handles
+        assert {entry.id for entry in handle.tier.entries() if entry.pinned} == pinned
+        assert list(handle.tier.namespaces().values()) == [{"weights": "w", "block_size": "16"}] * len(LENGTHS)

@@ -38,7 +38,7 @@ def library(path: Path) -> StoreConfig | None:
 def limit_of(config: StoreConfig | None) -> int | None:
     assert config is not None
     with open_store(config) as store:
-        return store.stats().levels["disk"].tier.limit_bytes
+        return store.stats().handles["disk"].tier.limit_bytes
 
 
 @pytest.mark.parametrize("way_in", [command, connector, library])

@@ -58,8 +58,8 @@ def fetch(reuse: Reuse, chain: Chain, found: Found, way: Way = Way.LOAD):
 
 
 def say_how_fast(store: TieredStore, bytes_per_s: float) -> None:
-    for level in store._levels:
-        level.meter = Steady(bytes_per_s)
+    for handle in store._handles:
+        handle.meter = Steady(bytes_per_s)
 
 
 # Looking
@@ -186,7 +186,7 @@ def test_no_store_finds_nothing_and_keeps_nothing() -> None:
     found = reuse.hope(reuse.look(chain, 2))
     assert found.is_empty and (found.known, found.stop) == (2, 2)
     assert reuse.worth(found).way is Way.COMPUTE
-    assert reuse.why(chain, 2, 100) is None and reuse.stats().levels == {} and reuse.flush(0)
+    assert reuse.why(chain, 2, 100) is None and reuse.stats().handles == {} and reuse.flush(0)
     reuse.finished(chain, 2, keep=True)
     reuse.discard(chain.keys)
     reuse.close()

@@ -14,7 +14,7 @@ from store.stores import load_all, open_store, ready, save_all
 from kvire.codec.frame import Frames
 from kvire.core.record import BlockRecord
 from kvire.store.disk.tier import DiskTier
-from kvire.store.level import Level
+from kvire.store.handle import TierHandle
 from kvire.store.memory.tier import MemoryTier
 from kvire.store.ticket import FailureReason, LoadState
 from kvire.store.tier import LendsFrames, ReadsRuns, Tier
@@ -36,9 +36,9 @@ def put(tier: Tier, record: BlockRecord, version: int = 0) -> None:
     assert tier.write(record, frame_of(record, version=version), tenant_key(record.tenant).tag)
 
 
-def fetched(level: Level, records: list[BlockRecord]) -> list[bytes | None]:
+def fetched(handle: TierHandle, records: list[BlockRecord]) -> list[bytes | None]:
     outs = [memoryview(bytearray(record.kv_bytes)) for record in records]
-    done = level.fetch_run(list(zip(records, outs, strict=True)))
+    done = handle.fetch_run(list(zip(records, outs, strict=True)))
     return [bytes(out) if is_done else None for out, is_done in zip(outs, done, strict=True)]
 
 
@@ -46,7 +46,7 @@ def fetched(level: Level, records: list[BlockRecord]) -> list[bytes | None]:
 def test_a_run_gives_what_single_reads_give(kind, tmp_path):
     with opened(kind, tmp_path) as tier:
         assert isinstance(tier, LendsFrames if kind == "memory" else ReadsRuns)
-        level = Level(tier, FRAMES)
+        handle = TierHandle(tier, FRAMES)
         records = chain(100)
         there = [record for i, record in enumerate(records) if i % 7 != 3]
         for record in there[::2] + there[1::2]:  # so that neighbours in the chain are none in the file
@@ -55,13 +55,13 @@ def test_a_run_gives_what_single_reads_give(kind, tmp_path):
         orders = (records, records[::-1], records[::3], records[5:6], [])
         for order in orders:
             expected = [None if i % 7 == 3 else bytes(kv_of(r)) for i, r in enumerate(records)]
-            assert fetched(level, order) == [expected[record.index] for record in order]
+            assert fetched(handle, order) == [expected[record.index] for record in order]
         after = tier.stats()
         reads = sum(record in there for order in orders for record in order)
-        assert after.reads - before.reads == reads == level.counts.loaded_blocks
+        assert after.reads - before.reads == reads == handle.counts.loaded_blocks
         assert after.read_bytes - before.read_bytes == reads * FRAMES.frame_bytes(records[0])
         tier.clear()
-        assert set(fetched(level, records)) == {None}
+        assert set(fetched(handle, records)) == {None}
 
 
 @pytest.mark.parametrize("encrypt", [False, True], ids=["checksummed", "sealed"])
@@ -76,7 +76,7 @@ def test_damage_in_a_run_is_one_miss_and_no_more(kind, encrypt, tmp_path):
         bad = [i for i in range(40) if ticket.state(i) is not LoadState.READY]
         assert bad == [7, 20, 21, 39]
         assert {ticket.failure(i).reason for i in bad} == {FailureReason.DAMAGED}
-        assert store.stats().levels[tier.name].counts.damaged == 4
+        assert store.stats().handles[tier.name].counts.damaged == 4
         assert tier.held([record.id for record in records]) == [i not in bad for i in range(40)], (
             "deleted, the rest stays"
         )
@@ -108,8 +108,8 @@ def test_a_broken_sector_costs_the_block_that_lies_there(tmp_path):
         for record in records:
             put(tier, record)
         files.watch = watch
-        level = Level(tier, FRAMES)
-        assert fetched(level, records) == [None if i == 9 else bytes(kv_of(r)) for i, r in enumerate(records)]
+        handle = TierHandle(tier, FRAMES)
+        assert fetched(handle, records) == [None if i == 9 else bytes(kv_of(r)) for i, r in enumerate(records)]
 
 
 def test_a_segment_that_is_gone_is_a_miss_and_no_trouble_with_the_disk(tmp_path):
@@ -123,10 +123,10 @@ def test_a_segment_that_is_gone_is_a_miss_and_no_trouble_with_the_disk(tmp_path)
     with opened("disk", tmp_path, files) as tier:
         for record in records:
             put(tier, record)
-        level = Level(tier, FRAMES)
+        handle = TierHandle(tier, FRAMES)
         assert tier.held([record.id for record in records]) == [True] * 12
         files.watch = gone
-        assert fetched(level, records) == [None] * 12
+        assert fetched(handle, records) == [None] * 12
         files.watch = lambda *_: None
         assert tier.stats().unavailable == 0 and not tier.degraded
 
@@ -135,7 +135,7 @@ def test_blocks_replaced_while_a_run_reads_them_come_whole_or_not_at_all(tmp_pat
     """S11: a run does not look at slots twice as single reads do; the checksums have to tell."""
     for kind in ("memory", "disk"):
         with opened(kind, tmp_path / kind) as tier:
-            level = Level(tier, FRAMES)
+            handle = TierHandle(tier, FRAMES)
             records = chain(16, kv_bytes=60_000)
             versions = {r.id: {bytes(kv_of(r, version)) for version in range(3)} for r in records}
             for record in records:
@@ -154,7 +154,7 @@ def test_blocks_replaced_while_a_run_reads_them_come_whole_or_not_at_all(tmp_pat
             try:
                 whole = 0
                 for _ in range(60):
-                    for record, kv in zip(records, fetched(level, records), strict=True):
+                    for record, kv in zip(records, fetched(handle, records), strict=True):
                         assert kv is None or kv in versions[record.id]
                         whole += kv is not None
             finally:
@@ -191,7 +191,7 @@ def test_frames_in_several_pieces_are_read_all_the_same(tmp_path):
         with tier.lent([record.id for record in large]) as frames:
             assert None in frames, "the case that this is about"
         outs = wanted(large)
-        level = Level(tier, FRAMES)
+        handle = TierHandle(tier, FRAMES)
         for want in outs:
-            level.fetch(want.record, want.out)
+            handle.fetch(want.record, want.out)
             assert want.out == kv_of(want.record)

@@ -8,7 +8,7 @@ from store.blocks import chain, frame_of, namespace, tenant_key
 
 from kvire.core.errors import StoreError
 from kvire.core.record import BlockId, BlockRecord
-from kvire.store.check import Checker, Verdict
+from kvire.store.check import Checker, CheckVerdict
 from kvire.store.disk.tier import DiskTier
 from kvire.store.keyring import Keyring
 from kvire.store.survey import Survey
@@ -80,7 +80,7 @@ def test_damage_is_only_what_two_reads_find(tmp_path: Path) -> None:
         tier.write(record, frame_of(record), tenant_key().tag)
         [listed] = tier.entries()
         finding = Checker(tier, Keyring(tmp_path / "keys" / "keyring.json"), {}).check(listed)
-        assert (finding.verdict, tier.reads) == (Verdict.SOUND, 2)
+        assert (finding.verdict, tier.reads) == (CheckVerdict.SOUND, 2)
 
 
 def test_older_builds_are_those_that_nobody_reads_any_more() -> None:

@@ -6,10 +6,10 @@ import time
 import pytest
 from store.blocks import chain, wanted
 
-from kvire.store.ticket import Failure, FailureReason, LoadState, Ticket
+from kvire.store.ticket import FailureReason, LoadFailure, LoadState, Ticket
 from kvire.store.tier import TierKind
 
-MISSING = Failure(FailureReason.MISSING, "nowhere")
+MISSING = LoadFailure(FailureReason.MISSING, "nowhere")
 
 
 class Clock:
@@ -130,7 +130,7 @@ def test_a_copy_under_way_is_not_failed_by_the_deadline(ticket, clock):
 
 def test_giving_up_fails_what_waits_and_lets_reads_end(ticket):
     ticket.begin(0, attached=True)
-    ticket.give_up(Failure(FailureReason.UNAVAILABLE, "closed"))
+    ticket.give_up(LoadFailure(FailureReason.UNAVAILABLE, "closed"))
     assert ticket.states() == [LoadState.READING] + [LoadState.FAILED] * 3
     ticket.ready(0, TierKind.DISK)
     assert ticket.finished

@@ -107,7 +107,7 @@ def test_random_use_does_what_a_dict_does(tmp_path):
                     hits += sum(ready(ticket))
         assert hits > 50
         stats = store.stats()
-        assert all(level.counts.damaged == level.counts.dropped == 0 for level in stats.levels.values())
+        assert all(handle.counts.damaged == handle.counts.dropped == 0 for handle in stats.handles.values())
         assert stats.dropped_saves == 0
 
 
@@ -297,7 +297,7 @@ def test_a_dying_tier_is_a_miss_and_the_next_tier_serves(tmp_path):
         ticket = load_all(store, records)
         assert ready(ticket) == [True] * 12
         assert [ticket.source(i) for i in (0, 11)] == [TierKind.DISK, REMOTE]
-        assert store.stats().levels["bent"].counts.unavailable == 6
+        assert store.stats().handles["bent"].counts.unavailable == 6
         disk.dead = remote.dead = True
         ticket = load_all(store, records)
         assert {ticket.failure(i).reason for i in range(12)} == {FailureReason.UNAVAILABLE}
@@ -332,8 +332,8 @@ def test_damage_is_found_removed_and_counted(tmp_path, at):
         disk.spoil(records[1], at)
         ticket = load_all(store, records)
         assert ready(ticket) == [True] * 3, "the slower tier has it whole"
-        if store.stats().levels["bent"].counts.foreign == 0:
-            assert store.stats().levels["bent"].counts.damaged == 1
+        if store.stats().handles["bent"].counts.foreign == 0:
+            assert store.stats().handles["bent"].counts.damaged == 1
             assert disk.log.count(records[1].id) == 2, "a second read confirms"
         store.flush(5)
         assert store.held([records[1].id]) == ["bent"], "and repairs the faster one"
@@ -371,7 +371,7 @@ def test_a_block_replaced_while_it_is_read_is_read_again(tmp_path):
 
         disk.bend = bend
         assert ready(load_all(store, records[:1])) == [True]
-        counts = store.stats().levels["bent"].counts
+        counts = store.stats().handles["bent"].counts
         assert (counts.damaged, counts.foreign) == (0, 0)
         assert disk.log == [records[0].id] * 2
 
@@ -461,7 +461,7 @@ def test_a_store_without_tiers_is_a_store_in_which_nothing_is(tmp_path):
         store.end_of_turn([records[0].id])
         assert (store.clear(), store.forget("nobody"), store.pin([records[0].id], pinned=True)) == (0, 0, 0)
         assert store.flush(1)
-        assert store.stats().levels == {}
+        assert store.stats().handles == {}
 
 
 def test_loading_nothing_is_finished_and_loading_the_unknown_misses(tmp_path):
@@ -577,7 +577,7 @@ def test_whatever_a_tier_raises_is_a_tier_that_is_unavailable(tmp_path, caplog):
             assert not any(ready(load_all(store, records)))
             assert store.save(records[2], kv_of(records[2])) and store.flush(10)
             store.touch([records[0].id])
-            assert store.stats().levels["bent"].counts.unavailable > 0
+            assert store.stats().handles["bent"].counts.unavailable > 0
             for action in (store.clear, lambda: store.pin([records[0].id], pinned=True)):
                 with pytest.raises(TierUnavailable):
                     action()

@@ -36,12 +36,12 @@ def test_saving_never_waits_and_what_finds_no_room_is_dropped_and_counted(tmp_pa
         assert kept == [True] * 10 + [False] * 30, "the beginning of the prompt is worth more than its end"
         stats = store.stats()
         assert (stats.saves, stats.dropped_saves) == (40, 30)
-        assert stats.levels["bent"].counts.dropped == 30
-        assert (stats.levels["bent"].queued_blocks, stats.levels["bent"].queued_bytes) == (10, 10 * KV)
+        assert stats.handles["bent"].counts.dropped == 30
+        assert (stats.handles["bent"].queued_blocks, stats.handles["bent"].queued_bytes) == (10, 10 * KV)
         disk.gate.set()
         assert store.flush(5)
         assert ready(load_all(store, records)) == kept
-        assert store.stats().levels["bent"].queued_bytes == 0
+        assert store.stats().handles["bent"].queued_bytes == 0
 
 
 def test_large_blocks_get_room_for_eight(tmp_path):
@@ -79,7 +79,7 @@ def test_a_dead_remote_tier_holds_up_nobody(tmp_path):
         records = blocks(store, 60, kv_bytes=KV)
         start = time.monotonic()
         for record in records:
-            while store.stats().levels["disk"].queued_blocks > 5:  # a prompt is computed more slowly than this
+            while store.stats().handles["disk"].queued_blocks > 5:  # a prompt is computed more slowly than this
                 time.sleep(0.001)
             assert store.save(record, kv_of(record))
         assert time.monotonic() - start < 5
@@ -87,13 +87,13 @@ def test_a_dead_remote_tier_holds_up_nobody(tmp_path):
         while not all(disk.held([record.id for record in records])) and time.monotonic() < end:
             time.sleep(0.01)
         assert all(disk.held([record.id for record in records])), "on disk soon"
-        levels = store.stats().levels
-        assert levels["remote"].counts.dropped >= 60 - 10
-        assert levels["disk"].queued_bytes == 0
+        handles = store.stats().handles
+        assert handles["remote"].counts.dropped >= 60 - 10
+        assert handles["disk"].queued_bytes == 0
         remote.dead = True
         remote.gate.set()
         assert store.flush(5)
-        assert levels["disk"].counts.unavailable == 0 and store.stats().levels["remote"].counts.unavailable > 0
+        assert handles["disk"].counts.unavailable == 0 and store.stats().handles["remote"].counts.unavailable > 0
 
 
 def test_blocks_that_a_tier_has_are_touched_and_not_written_again(tmp_path):
@@ -105,7 +105,7 @@ def test_blocks_that_a_tier_has_are_touched_and_not_written_again(tmp_path):
         save_all(store, records)
         assert set(disk.writes.values()) == {1} and len(disk.writes) == 5
         assert {block_id for ids in disk.touched for block_id in ids} == {record.id for record in records}
-        assert store.stats().levels["bent"].counts.known == 5
+        assert store.stats().handles["bent"].counts.known == 5
 
 
 def test_touches_reach_every_tier_and_decide_who_stays(tmp_path):
@@ -130,7 +130,7 @@ def test_a_tier_that_raises_what_it_must_not_goes_on(tmp_path):
         disk.inner.write = write
         save_all(store, records[2:])
         assert names(store, records) == [None, None, "bent", "bent"]
-        assert store.stats().levels["bent"].queued_bytes == 0
+        assert store.stats().handles["bent"].queued_bytes == 0
 
 
 # Admission
@@ -177,7 +177,7 @@ def test_what_a_slower_tier_gives_goes_up(tmp_path):
         store.flush(5)
         assert names(store, records) == ["memory"] * 6
         assert disk.held([record.id for record in records]) == [True] * 6
-        counts = {name: level.counts for name, level in store.stats().levels.items()}
+        counts = {name: handle.counts for name, handle in store.stats().handles.items()}
         assert counts["memory"].promoted == 6 and counts["bent"].promoted == 3 and counts["remote"].promoted == 0
 
 
@@ -193,11 +193,11 @@ def test_what_memory_evicts_goes_down_if_it_is_nowhere_below(tmp_path):
         assert store.flush(5)
         assert names(store, first) == ["bent"] * 8
         assert ready(load_all(store, first)) == [True] * 8
-        counts = store.stats().levels["bent"].counts
+        counts = store.stats().handles["bent"].counts
         assert counts.demoted == 8
         save_all(store, blocks(store, 8, seed=2))
         store.flush(5)
-        assert store.stats().levels["bent"].counts.demoted == 8, "what is below already is not written again"
+        assert store.stats().handles["bent"].counts.demoted == 8, "what is below already is not written again"
 
 
 def test_what_is_damaged_in_memory_does_not_go_down(tmp_path):

@@ -6,24 +6,24 @@ from typing import Any, Protocol
 
 from kvire.bench.ideal import Spell, ceiling, reusable
 from kvire.bench.load import Loop, Pass, Sample
-from kvire.bench.prompts import Prompt, TokenScale
-from kvire.bench.settings import Cell, Settings
-from kvire.bench.states import TIERS, Around, Proof, SeenRequest, State, prove
-from kvire.bench.workloads import Work
+from kvire.bench.prompts import BenchPrompt, TokenScale
+from kvire.bench.settings import GridCell, Settings
+from kvire.bench.states import TIERS, Around, Proof, SeenRequest, TierState, prove
+from kvire.bench.workloads import BenchWork
 
 Say = Callable[[str], None]  # told before each step that takes a while
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredPass:
     """One pass and what it proved. ideal: by sample, the share of its prompt that an endless cache could have reused.
     same_prompts: whether the pass sent the very texts of the work's probe (or fill, where it has none), so that answers
     and times can be compared.
     """
 
-    cell: Cell
+    cell: GridCell
     repeat: int
-    state: State
+    state: TierState
     done: Pass
     proof: Proof
     ideal: tuple[float, ...]
@@ -47,7 +47,7 @@ class Arm(Protocol):
     def steps(self) -> int:
         """How often `measure` says something in one repeat."""
 
-    def measure(self, repeat: int, scale: TokenScale, say: Say) -> Iterator[Measured]:
+    def measure(self, repeat: int, scale: TokenScale, say: Say) -> Iterator[MeasuredPass]:
         """All states of all cells, once; scale: the same for all arms, so that they get the same words.
 
         Raises ConfigError if the server cannot be started or used.
@@ -66,20 +66,20 @@ class Judge:
 
     def measured(
         self,
-        cell: Cell,
+        cell: GridCell,
         repeat: int,
-        state: State,
-        work: Work,
+        state: TierState,
+        work: BenchWork,
         done: Pass,
         around: Around,
         *,
         marked: bool = False,
-        kept: Sequence[Prompt] = (),
-    ) -> Measured:
+        kept: Sequence[BenchPrompt] = (),
+    ) -> MeasuredPass:
         """What a pass proved. marked: a mark stood before every prompt. kept: what the server was sent before, the fill
         aside, and may have kept.
         """
-        before = prompts_of(work.fill) if state not in {State.E, State.Z} else []
+        before = prompts_of(work.fill) if state not in {TierState.E, TierState.Z} else []
         sent = [sample.prompt for sample in done.samples]
         earlier = reusable(sent, [], self.spell)
         later = reusable(sent[::-1], [], self.spell)[::-1]
@@ -91,25 +91,25 @@ class Judge:
         ]
         # Whatever was there, also the beginning that the chat template gives prompts of other workloads.
         waits = [(sample.sent_s, sample.sent_s + sample.answer.ttft_s) for sample in done.samples]
-        ideal = ceiling(sent, waits, [*before, *kept], self.spell) if state is not State.Z else [0.0] * len(sent)
+        ideal = ceiling(sent, waits, [*before, *kept], self.spell) if state is not TierState.Z else [0.0] * len(sent)
         # A mark stands behind what the chat template begins with; a salt stands before everything.
-        slack_tokens = 0 if state is State.Z and not marked else self.slack_tokens
+        slack_tokens = 0 if state is TierState.Z and not marked else self.slack_tokens
         proof = prove(state, seen, around, slack_tokens)
-        same_prompts = not marked and not (state is State.E and work.probe)
-        return Measured(cell, repeat, state, done, proof, tuple(ideal), same_prompts)
+        same_prompts = not marked and not (state is TierState.E and work.probe)
+        return MeasuredPass(cell, repeat, state, done, proof, tuple(ideal), same_prompts)
 
 
-def loop(settings: Settings, cell: Cell, repeat: int) -> Loop:
+def loop(settings: Settings, cell: GridCell, repeat: int) -> Loop:
     """Arrivals of an open loop are the same for every server and state of a repeat."""
     return Loop(cell.at_once, settings.rate_per_s, settings.seed + repeat)
 
 
-def turned(cells: list[Cell], repeat: int) -> list[Cell]:
+def turned(cells: list[GridCell], repeat: int) -> list[GridCell]:
     """The order changes from repeat to repeat, so that none always comes first."""
     return cells if repeat % 2 else cells[::-1]
 
 
-def prompts_of(scripts: tuple[Any, ...]) -> list[Prompt]:
+def prompts_of(scripts: tuple[Any, ...]) -> list[BenchPrompt]:
     """All of them."""
     return [prompt for script in scripts for prompt in script.prompts]
 

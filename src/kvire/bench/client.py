@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from kvire.core.errors import ConfigError
 
-Message = Mapping[str, str]
+ApiMessage = Mapping[str, str]
 # Where servers put text of an answer; a chunk that has none of these (the role alone) is no token.
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
 
@@ -31,7 +31,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class StreamedAnswer:
     """What came back. Times are seconds since the request was sent.
 
     at_s, pieces: when each piece of text came, and what it was. end_s: when the answer was complete, also without any
@@ -86,8 +86,8 @@ class Answer:
 
 
 def ask(
-    endpoint: Endpoint, messages: Sequence[Message], max_tokens: int, extra: Mapping[str, Any] | None = None
-) -> Answer:
+    endpoint: Endpoint, messages: Sequence[ApiMessage], max_tokens: int, extra: Mapping[str, Any] | None = None
+) -> StreamedAnswer:
     """One answer at temperature 0, exactly `max_tokens` long where the server knows `ignore_eos`. Never raises."""
     body = {
         "model": endpoint.model,
@@ -197,13 +197,13 @@ class _Reader:
                 self._pieces.append(piece)
             self._finished = self._finished or choice.get("finish_reason") is not None
 
-    def answer(self, error: str | None = None, detail: str = "") -> Answer:
+    def answer(self, error: str | None = None, detail: str = "") -> StreamedAnswer:
         if error is None and self._error is not None:
             error, detail = self._error
         if error is None and not self._finished:
             error, detail = "broken_stream", "the answer broke off"
         times, pieces = tuple(self._at_s), tuple(self._pieces)
-        return Answer(times, pieces, self.elapsed_s, self._usage, self._kvire, error, detail)
+        return StreamedAnswer(times, pieces, self.elapsed_s, self._usage, self._kvire, error, detail)
 
 
 def _event(line: bytes) -> Any:

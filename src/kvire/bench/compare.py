@@ -6,8 +6,8 @@ from typing import Any
 
 from kvire.bench.intervals import Interval, median_interval, ratio_interval
 from kvire.bench.metrics import answered_in_both, by_repeat
-from kvire.bench.results import Report, Row
-from kvire.bench.states import State
+from kvire.bench.results import BenchReport, BenchRow
+from kvire.bench.states import TierState
 from kvire.core.errors import ConfigError
 
 KEY = ("workload", "state", "context_tokens", "concurrency", "rate_per_s")
@@ -38,7 +38,7 @@ class Comparison:
     only: tuple[str, ...]
 
 
-def compare(first: Report, second: Report, arms: tuple[str, str] = ("A", "A")) -> Comparison:
+def compare(first: BenchReport, second: BenchReport, arms: tuple[str, str] = ("A", "A")) -> Comparison:
     """Raises ConfigError where the reports measured different things."""
     _same(first, second, arms)
     ours, theirs = (_rows(report, arm) for report, arm in zip((first, second), arms, strict=True))
@@ -53,13 +53,13 @@ def compare(first: Report, second: Report, arms: tuple[str, str] = ("A", "A")) -
     return Comparison(tuple(ratios), tuple(differs), tuple(only))
 
 
-def within(report: Report) -> list[Ratio]:
+def within(report: BenchReport) -> list[Ratio]:
     """Arm B over arm A of one run, repeat by repeat: both were measured within minutes of each other."""
     ours, theirs = _rows(report, "A"), _rows(report, "B")
     return [ratio for key in ours if key in theirs for ratio in _ratios(ours[key], theirs[key], paired=True)]
 
 
-def _ratios(one: Row, other: Row, *, paired: bool) -> Iterator[Ratio]:
+def _ratios(one: BenchRow, other: BenchRow, *, paired: bool) -> Iterator[Ratio]:
     for measure in MEASURES:
         samples = answered_in_both(one["samples"], other["samples"]) if paired else (one["samples"], other["samples"])
         first, second = (by_repeat(row, measure) for row in samples)
@@ -74,17 +74,17 @@ def _ratios(one: Row, other: Row, *, paired: bool) -> Iterator[Ratio]:
             yield Ratio({name: one[name] for name in KEY}, measure, _middle(first), _middle(second), ratio)
 
 
-def _rows(report: Report, arm: str) -> dict[tuple[Any, ...], Row]:
+def _rows(report: BenchReport, arm: str) -> dict[tuple[Any, ...], BenchRow]:
     if arm not in {each["name"] for each in report["arms"]}:
         raise ConfigError(f"a report has no arm {arm}: it has {', '.join(each['name'] for each in report['arms'])}")
     return {
         tuple(row[name] for name in KEY): row
         for row in report["rows"]
-        if row["arm"] == arm and row["state"] != State.UNPROVED
+        if row["arm"] == arm and row["state"] != TierState.UNPROVED
     }
 
 
-def _same(first: Report, second: Report, arms: tuple[str, str]) -> None:
+def _same(first: BenchReport, second: BenchReport, arms: tuple[str, str]) -> None:
     differs = [
         f"{name} is {one!r} in the first and {other!r} in the second"
         for name, one, other in [
@@ -100,7 +100,7 @@ def _same(first: Report, second: Report, arms: tuple[str, str]) -> None:
         raise ConfigError(f"the two reports did not measure the same: {'; '.join(differs)}")
 
 
-def _differences(first: Report, second: Report, arms: tuple[str, str]) -> Iterator[str]:
+def _differences(first: BenchReport, second: BenchReport, arms: tuple[str, str]) -> Iterator[str]:
     """What may explain a ratio, or spoil it."""
     pairs = [
         *_pairs(first["machine"], second["machine"], ("cpu", "cores", "memory_bytes", "system", "packages")),
@@ -112,7 +112,7 @@ def _differences(first: Report, second: Report, arms: tuple[str, str]) -> Iterat
     return (f"{name}: {one} and {other}" for name, one, other in pairs if one != other)
 
 
-def _failed(rows: Mapping[tuple[Any, ...], Row], which: str) -> Iterator[str]:
+def _failed(rows: Mapping[tuple[Any, ...], BenchRow], which: str) -> Iterator[str]:
     """Ratios are over what was answered."""
     for row in rows.values():
         if failed := sum(sample["error"] is not None for sample in row["samples"]):
@@ -123,17 +123,17 @@ def _pairs(one: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str
     return [(name, one.get(name), other.get(name)) for name in names]
 
 
-def _arm(report: Report, name: str) -> Mapping[str, Any]:
+def _arm(report: BenchReport, name: str) -> Mapping[str, Any]:
     found: Mapping[str, Any] = next((arm for arm in report["arms"] if arm["name"] == name), {})
     return found
 
 
-def _model(report: Report, arm: str) -> Mapping[str, Any]:
+def _model(report: BenchReport, arm: str) -> Mapping[str, Any]:
     model: Mapping[str, Any] = _arm(report, arm).get("model") or report["model"]
     return model
 
 
-def _title(row: Row) -> str:
+def _title(row: BenchRow) -> str:
     return f"{row['workload']}, {row['context_tokens']:,} tokens, {row['concurrency']} at once, {row['state']}"
 
 

@@ -3,26 +3,26 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvire.bench.results import Report, Row
-from kvire.bench.states import NAMES, TIERS, State
+from kvire.bench.results import BenchReport, BenchRow
+from kvire.bench.states import NAMES, TIERS, TierState
 
 NOTHING = "\N{EN DASH}"
 SMALL_GAIN = 1.2  # below, a speed-up is called small
 LATE_S, LATE = 0.1, 0.1  # of an open loop: seconds, and share of TTFT, from which on it is said
 
 
-def state(row: Row) -> str:
+def state(row: BenchRow) -> str:
     """Letter and name."""
-    named = State(row["state"])
+    named = TierState(row["state"])
     return f"{row['asked']} {NAMES[named]}"
 
 
-def letter(row: Row) -> str:
+def letter(row: BenchRow) -> str:
     """The state in a chart, where there is little room."""
-    return state(row) if row["state"] == State.UNPROVED else str(row["state"])
+    return state(row) if row["state"] == TierState.UNPROVED else str(row["state"])
 
 
-Column = tuple[str, Callable[[Row], str]]
+Column = tuple[str, Callable[[BenchRow], str]]
 # What a row is about, and its figures; of these, BRIEF fit eighty columns.
 CELL: tuple[Column, ...] = (
     ("arm", lambda row: str(row["arm"])),
@@ -50,19 +50,19 @@ FIGURES: tuple[Column, ...] = (
 BRIEF = ("state", "TTFT", "speed-up", "TPOT", "tok/s", "hit", "ideal")
 
 
-def place(report: Report, row: Row) -> str:
+def place(report: BenchReport, row: BenchRow) -> str:
     """Which rows a line is about; the arm where there are several."""
     arm = f", arm {row['arm']}" if len(report["arms"]) > 1 else ""
     return f"{row['workload']}, {row['context_tokens']:,} tokens, {row['concurrency']} at once{arm}"
 
 
-def notes(report: Report) -> list[str]:
+def notes(report: BenchReport) -> list[str]:
     """What has to be read beside the figures, most important first."""
     found = []
     for row in report["rows"]:
         where = place(report, row)
         summary = row["summary"]
-        if row["state"] == State.UNPROVED:
+        if row["state"] == TierState.UNPROVED:
             found.append(
                 f"{where}: {row['asked']} was asked for, but no state is named, since "
                 f"{'; '.join(row['proof']['doubts'])}."
@@ -91,12 +91,12 @@ def notes(report: Report) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def comparisons(report: Report) -> list[str]:
+def comparisons(report: BenchReport) -> list[str]:
     """Beside each speed-up: the baseline that computes everything, and the bandwidth from which loading wins."""
     found = []
     for row in report["rows"]:
         baseline = row["summary"].get("baseline")
-        if baseline is None or row["state"] != State.Z:
+        if baseline is None or row["state"] != TierState.Z:
             continue
         takes = interval(baseline["ttft_s"], seconds)
         line = f"{place(report, row)}: computing everything takes {takes} to the first token"
@@ -165,7 +165,7 @@ def times(ratio: float) -> str:
     return f"{ratio:.3g} x"
 
 
-def coverage(rows: Sequence[Row]) -> str:
+def coverage(rows: Sequence[BenchRow]) -> str:
     """What the brackets mean."""
     covers = {row["summary"]["ttft_s"]["coverage"] for row in rows if row["summary"].get("ttft_s")} - {None}
     if not covers:

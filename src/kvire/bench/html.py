@@ -1,8 +1,8 @@
 """A report as one HTML page."""
 
 from kvire.bench import figures
-from kvire.bench.results import Report, Row
-from kvire.bench.states import NAMES, TIERS, State
+from kvire.bench.results import BenchReport, BenchRow
+from kvire.bench.states import NAMES, TIERS, TierState
 from kvire.report.charts import Labels, Series, bars, lines
 from kvire.report.page import Page
 
@@ -16,7 +16,7 @@ METHOD = (
 CELL = ("arm", "workload", "context", "at once")
 
 
-def page(report: Report) -> Page:
+def page(report: BenchReport) -> Page:
     """Summary first, then times, hits, proofs, and what it was measured on."""
     model = report["model"]
     made = Page(f"kvire bench: {model['name']}", _lead(report))
@@ -38,13 +38,13 @@ def page(report: Report) -> Page:
     return made
 
 
-def _tells(report: Report, column: figures.Column) -> bool:
+def _tells(report: BenchReport, column: figures.Column) -> bool:
     """Arm and model are columns only where there are several."""
     name, value = column
     return name not in {"arm", "model"} or len({value(row) for row in report["rows"]}) > 1
 
 
-def _lead(report: Report) -> str:
+def _lead(report: BenchReport) -> str:
     """The best proved gain, in a sentence."""
     gains = [(row["summary"]["speedup"]["median"], row) for row in report["rows"] if row["summary"].get("speedup")]
     if not gains:
@@ -52,10 +52,10 @@ def _lead(report: Report) -> str:
     gain, row = max(gains, key=lambda pair: pair[0])
     where = f"{row['workload']} at {row['context_tokens']:,} tokens{_named(report, row['arm'])}"
     starts = figures.middle(row["summary"]["ttft_s"], figures.seconds)
-    return f"Up to {figures.times(gain)}: {where}, {NAMES[State(row['state'])]}, starts after {starts}."
+    return f"Up to {figures.times(gain)}: {where}, {NAMES[TierState(row['state'])]}, starts after {starts}."
 
 
-def _charts(made: Page, rows: list[Row], title: str) -> None:
+def _charts(made: Page, rows: list[BenchRow], title: str) -> None:
     """TTFT by state for each workload: bars, or lines where there are several context lengths; then hits."""
     for workload, at_once in dict.fromkeys((row["workload"], row["concurrency"]) for row in rows):
         mine = [
@@ -77,7 +77,7 @@ def _charts(made: Page, rows: list[Row], title: str) -> None:
             made.figure(_hits(here, about), f"{about}: prompt tokens that were not computed, by where they came from.")
 
 
-def _over_context(rows: list[Row], contexts: list[int], name: str) -> str:
+def _over_context(rows: list[BenchRow], contexts: list[int], name: str) -> str:
     series = []
     for state in dict.fromkeys(map(figures.letter, rows)):
         by_context = {row["context_tokens"]: row["summary"]["ttft_s"] for row in rows if figures.letter(row) == state}
@@ -90,7 +90,7 @@ def _over_context(rows: list[Row], contexts: list[int], name: str) -> str:
     return lines(series, labels, log_y=True)
 
 
-def _by_state(rows: list[Row], name: str) -> str:
+def _by_state(rows: list[BenchRow], name: str) -> str:
     times = [row["summary"]["ttft_s"] for row in rows]
     middles, lows, highs = ([one[k] for one in times] for k in ("median", "low", "high"))
     series = Series("TTFT", middles, low=lows, high=highs)
@@ -98,7 +98,7 @@ def _by_state(rows: list[Row], name: str) -> str:
     return bars([figures.letter(row) for row in rows], [series], labels)
 
 
-def _hits(rows: list[Row], name: str) -> str:
+def _hits(rows: list[BenchRow], name: str) -> str:
     told = [row["summary"].get("hit_by_tier") for row in rows]
     if any(told):
         series = [Series(tier, [(one or {}).get(tier, 0.0) for one in told]) for tier in TIERS]
@@ -108,7 +108,7 @@ def _hits(rows: list[Row], name: str) -> str:
     return bars([figures.letter(row) for row in rows], series, labels, stacked=True)
 
 
-def _split(made: Page, report: Report) -> None:
+def _split(made: Page, report: BenchReport) -> None:
     """Where the time to the first token went, as far as the server tells."""
     rows = []
     for row in report["rows"]:
@@ -122,7 +122,7 @@ def _split(made: Page, report: Report) -> None:
         made.table([*CELL, "state", "queue", "load", "prefill", "outside the server"], rows)
 
 
-def _proofs(made: Page, report: Report) -> None:
+def _proofs(made: Page, report: BenchReport) -> None:
     made.heading("Proofs")
     rows = [
         [*_cell(row), figures.state(row), "; ".join(row["proof"][kind])]
@@ -133,11 +133,11 @@ def _proofs(made: Page, report: Report) -> None:
     made.table([*CELL, "state", "what was seen"], rows)
 
 
-def _cell(row: Row) -> list[str]:
+def _cell(row: BenchRow) -> list[str]:
     return [row["arm"], row["workload"], f"{row['context_tokens']:,}", str(row["concurrency"])]
 
 
-def _about(made: Page, report: Report) -> None:
+def _about(made: Page, report: BenchReport) -> None:
     made.heading("Measured on")
     machine, settings = report["machine"], report["settings"]
     made.facts(
@@ -156,5 +156,5 @@ def _about(made: Page, report: Report) -> None:
         made.facts({name: str(value) for name, value in {**facts, **where}.items() if value is not None})
 
 
-def _named(report: Report, arm: str) -> str:
+def _named(report: BenchReport, arm: str) -> str:
     return f", arm {arm}" if len(report["arms"]) > 1 else ""

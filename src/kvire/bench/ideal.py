@@ -3,11 +3,11 @@
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
-from kvire.bench.prompts import Prompt
+from kvire.bench.prompts import BenchPrompt
 
 # A prompt as what KV depends on: its token ids where a tokenizer is at hand, else its characters.
 Units = tuple[int, ...]
-Spell = Callable[[Prompt], Units]
+Spell = Callable[[BenchPrompt], Units]
 
 
 class Seen:
@@ -36,7 +36,7 @@ def common(one: Units, other: Units) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def reusable(prompts: Sequence[Prompt], before: Iterable[Prompt], spell: Spell) -> list[float]:
+def reusable(prompts: Sequence[BenchPrompt], before: Iterable[BenchPrompt], spell: Spell) -> list[float]:
     """For each prompt, the share of it that begins like one of `before` or one earlier in the list; never all of it,
     since the last token is always computed.
     """
@@ -51,7 +51,7 @@ def reusable(prompts: Sequence[Prompt], before: Iterable[Prompt], spell: Spell) 
 
 
 def ceiling(
-    prompts: Sequence[Prompt], waits: Sequence[tuple[float, float]], before: Iterable[Prompt], spell: Spell
+    prompts: Sequence[BenchPrompt], waits: Sequence[tuple[float, float]], before: Iterable[BenchPrompt], spell: Spell
 ) -> list[float]:
     """As `reusable`, of prompts that may be under way together. waits: when each was sent, and when its first token
     came: it may have met whatever else was sent until then.
@@ -69,6 +69,6 @@ def ceiling(
     return shares
 
 
-def characters(prompt: Prompt) -> Units:
+def characters(prompt: BenchPrompt) -> Units:
     """For servers whose tokenizer is not at hand: shares of characters stand for shares of tokens."""
     return tuple(map(ord, prompt.text))

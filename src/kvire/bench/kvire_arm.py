@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvire.bench.arm import Judge, Measured, Say
+from kvire.bench.arm import Judge, MeasuredPass, Say
 from kvire.bench.client import Endpoint
 from kvire.bench.ideal import Spell
 from kvire.bench.kvire_repeat import Repeat
-from kvire.bench.prompts import Prompt, TokenScale, Writer
+from kvire.bench.prompts import BenchPrompt, TokenScale, Writer
 from kvire.bench.server import PROGRAM
 from kvire.bench.settings import Settings
-from kvire.bench.states import State
+from kvire.bench.states import TierState
 from kvire.core.dtypes import KV_DTYPES
 from kvire.core.errors import ConfigError
 from kvire.core.spec import KVSpec
@@ -56,7 +56,7 @@ class KvireArm:
     @cached_property
     def scale(self) -> TokenScale:
         """See Arm."""
-        return TokenScale.measure(lambda messages: len(self.encode(Prompt(tuple(messages), 1))))
+        return TokenScale.measure(lambda messages: len(self.encode(BenchPrompt(tuple(messages), 1))))
 
     @property
     def kv_dtype(self) -> str:
@@ -115,9 +115,9 @@ class KvireArm:
         """See Arm: passes, flushes of the pool, and starts."""
         states = set(self.settings.states)
         cells = len(list(self.settings.cells()))
-        return (len(states) + (State.R in states)) * cells + 1 + len(states & {State.D, State.N})
+        return (len(states) + (TierState.R in states)) * cells + 1 + len(states & {TierState.D, TierState.N})
 
-    def measure(self, repeat: int, scale: TokenScale, say: Say) -> Iterator[Measured]:
+    def measure(self, repeat: int, scale: TokenScale, say: Say) -> Iterator[MeasuredPass]:
         """See Arm. What the servers kept is gone afterwards."""
         self.place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="kvire-bench-", dir=self.place) as folder:
@@ -145,11 +145,11 @@ def _check(settings: Settings, options: Sequence[str], remote: str | None) -> No
         if word.partition("=")[0] in OURS:
             raise ConfigError(f"{word} is for `kvire bench` to set: --store and --remote are options of its own")
     for state in settings.states:
-        if state in {State.R, State.D, State.N} and "--no-store" in options:
+        if state in {TierState.R, TierState.D, TierState.N} and "--no-store" in options:
             raise ConfigError(f"state {state} needs a store: leave out --no-store, or the state")
-    if {State.G, State.W} <= set(settings.states):  # W would find in the pool what G computed
+    if {TierState.G, TierState.W} <= set(settings.states):  # W would find in the pool what G computed
         raise ConfigError("states G and W find the same here: ask for one of them (W is for servers behind --url)")
-    if State.N in settings.states and remote is None:
+    if TierState.N in settings.states and remote is None:
         raise ConfigError("state N needs a store that a new machine would find: name one with --remote URL")
 
 

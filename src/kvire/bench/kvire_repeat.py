@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvire.bench import page_cache
-from kvire.bench.arm import Measured, Say, loop, prompts_of, turned
+from kvire.bench.arm import MeasuredPass, Say, loop, prompts_of, turned
 from kvire.bench.client import ask
 from kvire.bench.ideal import Seen, Spell
 from kvire.bench.load import run
-from kvire.bench.prompts import Prompt, Script, Writer, message
+from kvire.bench.prompts import BenchPrompt, Script, Writer, message
 from kvire.bench.server import Counters, RunningServer, Traffic, serving
-from kvire.bench.settings import Cell
-from kvire.bench.states import TIER_OF, Around, State
-from kvire.bench.workloads import Work
+from kvire.bench.settings import GridCell
+from kvire.bench.states import TIER_OF, Around, TierState
+from kvire.bench.workloads import BenchWork
 from kvire.core.errors import ConfigError
 from kvire.core.memory import format_size
 
@@ -35,11 +35,11 @@ FILL_POOL, LEAST_FILLERS = (
     3,
 )  # what fillers take of a cell's room, more than the pool holds; and in how many prompts
 LONGEST_FILLER = 0.8  # of the model's context, since texts are only about as long as asked
-FILLER = Cell("filler", 0, 1)
+FILLER = GridCell("filler", 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class RepeatFolders:
     """What a run needs. pool_tokens: the most that one cell touches. tokens: of all cells together."""
 
     pool_tokens: int
@@ -57,13 +57,13 @@ class Repeat:
         self._room = room(self._cells, arm.encode)
         self._wanted = set(self._settings.states)
         self._traffic = Traffic()  # of the running process
-        self._kept: list[Prompt] = []  # what this repeat's store was sent: fills and fillers
+        self._kept: list[BenchPrompt] = []  # what this repeat's store was sent: fills and fillers
         self._filler: tuple[Script, ...] = ()
         self._unwritten = False  # whether the store was too slow for what a fill left
 
-    def all(self) -> Iterator[Measured]:
+    def all(self) -> Iterator[MeasuredPass]:
         """Every state, each as soon as it can be had."""
-        restarted = self._wanted & {State.D}
+        restarted = self._wanted & {TierState.D}
         with self._serving("first start", local=True) as server:
             started = server.counters()
             for cell, work in self._cells:
@@ -72,50 +72,50 @@ class Repeat:
             with self._serving("restart", local=True) as server:
                 for cell, work in self._cells:
                     yield from self._restarted(server, cell, work)
-        if State.N in self._wanted:
+        if TierState.N in self._wanted:
             with self._serving("new node", local=False) as server:
                 for cell, work in self._cells:
                     if work.probe:
-                        yield self._pass(server, cell, State.N, work)
+                        yield self._pass(server, cell, TierState.N, work)
 
     def _first_process(
-        self, server: RunningServer, started: Counters, cell: Cell, work: Work, *, last: bool
-    ) -> Iterator[Measured]:
+        self, server: RunningServer, started: Counters, cell: GridCell, work: BenchWork, *, last: bool
+    ) -> Iterator[MeasuredPass]:
         around = Around(stored_blocks=started.total("kvire_store_blocks"))
-        measured = self._pass(server, cell, State.E, work, around)
+        measured = self._pass(server, cell, TierState.E, work, around)
         self._kept += prompts_of(work.fill)
-        if State.E in self._wanted:
+        if TierState.E in self._wanted:
             yield measured
         self._unwritten |= not server.flush()
-        for state in (State.G, State.W):  # W is what G is, said in a way that other servers can be held to
+        for state in (TierState.G, TierState.W):  # W is what G is, said in a way that other servers can be held to
             if work.probe and state in self._wanted:
                 yield self._pass(server, cell, state, work)
-        if work.probe and State.R in self._wanted:
+        if work.probe and TierState.R in self._wanted:
             self._flush_pool(server)
-            yield self._pass(server, cell, State.R, work)
-        if last and State.Z in self._wanted:
-            yield self._pass(server, cell, State.Z, work)
+            yield self._pass(server, cell, TierState.R, work)
+        if last and TierState.Z in self._wanted:
+            yield self._pass(server, cell, TierState.Z, work)
 
-    def _restarted(self, server: RunningServer, cell: Cell, work: Work) -> Iterator[Measured]:
+    def _restarted(self, server: RunningServer, cell: GridCell, work: BenchWork) -> Iterator[MeasuredPass]:
         """Passes without reuse, which leave nothing that anybody could meet, come before or after in turn."""
-        states = [State.D, State.Z] if self._repeat % 2 else [State.Z, State.D]
+        states = [TierState.D, TierState.Z] if self._repeat % 2 else [TierState.Z, TierState.D]
         for state in states:
-            if state in self._wanted and (work.probe or state is State.Z):
-                around = Around(resident_bytes=self._drop_page_cache()) if state is State.D else None
+            if state in self._wanted and (work.probe or state is TierState.Z):
+                around = Around(resident_bytes=self._drop_page_cache()) if state is TierState.D else None
                 yield self._pass(server, cell, state, work, around)
 
     def _pass(
-        self, server: RunningServer, cell: Cell, state: State, work: Work, around: Around | None = None
-    ) -> Measured:
+        self, server: RunningServer, cell: GridCell, state: TierState, work: BenchWork, around: Around | None = None
+    ) -> MeasuredPass:
         self._say(f"{cell}: {state}")
-        scripts = {State.E: work.fill, State.Z: work.baseline}.get(state, work.probe)
+        scripts = {TierState.E: work.fill, TierState.Z: work.baseline}.get(state, work.probe)
         before, read_before = server.counters(), server.read_bytes()
-        extra = None if state is State.E else self._extra(f"{cell}", salted=state is State.Z)
+        extra = None if state is TierState.E else self._extra(f"{cell}", salted=state is TierState.Z)
         done = run(server.endpoint, scripts, loop(self._settings, cell, self._repeat), extra)
         after, read_after = server.counters(), server.read_bytes()
         self._traffic.check(after, sent=len(done.samples))
         around = replace(around or Around(), own_process=self._traffic.ours)
-        if state in TIER_OF and state is not State.G:
+        if state in TIER_OF and state is not TierState.G:
             around = replace(
                 around,
                 loaded_bytes=loaded_bytes(after, TIER_OF[state]) - loaded_bytes(before, TIER_OF[state]),
@@ -138,7 +138,7 @@ class Repeat:
             tokens = FILL_POOL * self._room.pool_tokens
             count = max(LEAST_FILLERS, ceil(tokens / (LONGEST_FILLER * self._arm.facts.context_tokens)))
             texts = [self._write.document(tokens / count, "filler", self._repeat, i) for i in range(count)]
-            self._filler = tuple(Script((Prompt((message("user", text),), 1),)) for text in texts)
+            self._filler = tuple(Script((BenchPrompt((message("user", text),), 1),)) for text in texts)
             self._kept += prompts_of(self._filler)
         done = run(server.endpoint, self._filler, loop(self._settings, FILLER, self._repeat))
         self._traffic.check(server.counters(), sent=len(done.samples))
@@ -193,10 +193,10 @@ class Repeat:
                 f"{self._arm.place}; name another disk with --store, or make --context or --scripts smaller"
             )
         tiers = ["--store", str(self._store), "--disk-size", str(disk_bytes)]
-        return tiers + (["--ram", str(size_bytes + MORE_RAM_BYTES)] if State.R in self._wanted else [])
+        return tiers + (["--ram", str(size_bytes + MORE_RAM_BYTES)] if TierState.R in self._wanted else [])
 
 
-def room(cells: Sequence[tuple[Cell, Work]], encode: Spell) -> Room:
+def room(cells: Sequence[tuple[GridCell, BenchWork]], encode: Spell) -> RepeatFolders:
     """What these prompts and their answers take, shared beginnings counted once; and what may be under way at once."""
     most = every = 0
     for cell, work in cells:
@@ -208,7 +208,7 @@ def room(cells: Sequence[tuple[Cell, Work]], encode: Spell) -> Room:
             seen.add(units)
         most = max(most, unique, min(cell.at_once, len(work.baseline)) * longest)
         every += unique
-    return Room(max(most, LEAST_POOL_TOKENS), every)
+    return RepeatFolders(max(most, LEAST_POOL_TOKENS), every)
 
 
 def loaded_bytes(counters: Counters, tier: str) -> float:

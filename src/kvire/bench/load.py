@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from time import perf_counter, sleep
 from typing import Any
 
-from kvire.bench.client import Answer, Endpoint, ask
-from kvire.bench.prompts import Prompt, Script
+from kvire.bench.client import Endpoint, StreamedAnswer, ask
+from kvire.bench.prompts import BenchPrompt, Script
 
 MOST_AT_ONCE = 512  # threads of an open loop
 SATURATED = 0.5  # of one core: from here on, the client may be what is measured
@@ -22,9 +22,9 @@ class Sample:
 
     script: int
     turn: int
-    prompt: Prompt
+    prompt: BenchPrompt
     sent_s: float
-    answer: Answer
+    answer: StreamedAnswer
 
 
 @dataclass(frozen=True, slots=True)

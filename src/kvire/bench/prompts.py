@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvire.bench.client import Message
+from kvire.bench.client import ApiMessage
 from kvire.core.errors import ConfigError
 
 # Common English words: nearly one token each for most tokenizers, and no phrase that a model knows by heart.
@@ -18,10 +18,10 @@ VOCABULARY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class BenchPrompt:
     """messages: the whole conversation. output_tokens: how long the answer shall be."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[ApiMessage, ...]
     output_tokens: int
 
     @property
@@ -34,7 +34,7 @@ class Prompt:
 class Script:
     """Prompts that one client sends, each after the answer to the one before. start_s: when, where that is given."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[BenchPrompt, ...]
     start_s: float | None = None
 
 
@@ -46,7 +46,7 @@ class TokenScale:
     head: float
 
     @classmethod
-    def measure(cls, count: Callable[[Sequence[Message]], int]) -> "TokenScale":
+    def measure(cls, count: Callable[[Sequence[ApiMessage]], int]) -> "TokenScale":
         """count: tokens of a conversation, by a tokenizer or by a server's usage. Raises ConfigError for no count."""
         few, many = 16, 272
         short, long = (count((message("user", words(random.Random(n), n)),)) for n in (few, many))  # noqa: S311

@@ -10,17 +10,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvire.bench.arm import Measured, by_tier
+from kvire.bench.arm import MeasuredPass, by_tier
 from kvire.bench.intervals import median_interval
 from kvire.bench.load import Sample
 from kvire.bench.metrics import SPLIT, Slo, answered_in_both, by_repeat, prefill_tokens_per_s, summarise
-from kvire.bench.settings import Cell, Settings
-from kvire.bench.states import State
+from kvire.bench.settings import GridCell, Settings
+from kvire.bench.states import TierState
 from kvire.core.errors import ConfigError
 
 SCHEMA = "kvire.bench/1"
-Report = dict[str, Any]
-Row = dict[str, Any]
+BenchReport = dict[str, Any]
+BenchRow = dict[str, Any]
 # What a reader relies on, and what it is.
 FIELDS: Mapping[str, type] = {
     "schema": str,
@@ -50,14 +50,18 @@ SAMPLE_FIELDS: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def rows_of(arm: str, described: Mapping[str, Any], passes: Sequence[Measured], settings: Settings) -> list[Row]:
+def rows_of(
+    arm: str, described: Mapping[str, Any], passes: Sequence[MeasuredPass], settings: Settings
+) -> list[BenchRow]:
     """One row for each cell and state of an arm, in the order of settings and of states."""
-    groups: dict[tuple[Cell, State], list[Measured]] = {}
+    groups: dict[tuple[GridCell, TierState], list[MeasuredPass]] = {}
     for one in passes:
         groups.setdefault((one.cell, one.state), []).append(one)
-    order = [(cell, state) for cell in settings.cells() for state in State if (cell, state) in groups]
+    order = [(cell, state) for cell in settings.cells() for state in TierState if (cell, state) in groups]
     oracle = {
-        (one.cell, one.repeat): one for one in passes if one.state is State.Z and one.same_prompts and one.proof.holds
+        (one.cell, one.repeat): one
+        for one in passes
+        if one.state is TierState.Z and one.same_prompts and one.proof.holds
     }
     rows = [_row(arm, described, group, oracle, settings) for group in map(groups.__getitem__, order)]
     for row in rows:
@@ -65,7 +69,7 @@ def rows_of(arm: str, described: Mapping[str, Any], passes: Sequence[Measured], 
     return rows
 
 
-def write(report: Report, path: Path) -> None:
+def write(report: BenchReport, path: Path) -> None:
     """Raises ConfigError where that is not possible."""
     try:
         path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -73,7 +77,7 @@ def write(report: Report, path: Path) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}; name a file in a folder that exists") from error
 
 
-def read(path: Path) -> Report:
+def read(path: Path) -> BenchReport:
     """A report that has every field of its schema. Raises ConfigError, which names the first that is wrong."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -88,7 +92,7 @@ def read(path: Path) -> Report:
         _check(path, f"arms[{i}]", arm, ARM_FIELDS)
     for i, row in enumerate(report["rows"]):
         _check(path, f"rows[{i}]", row, ROW_FIELDS)
-        if row["state"] not in set(State):
+        if row["state"] not in set(TierState):
             raise ConfigError(f"{path}: rows[{i}] is in no known state: {row['state']!r}")
         for kind, fields in (("passes", PASS_FIELDS), ("samples", SAMPLE_FIELDS)):
             for j, record in enumerate(row[kind]):
@@ -107,10 +111,10 @@ def _check(path: Path, where: str, record: object, fields: Mapping[str, Any]) ->
 def _row(
     arm: str,
     described: Mapping[str, Any],
-    group: list[Measured],
-    oracle: Mapping[tuple[Cell, int], Measured],
+    group: list[MeasuredPass],
+    oracle: Mapping[tuple[GridCell, int], MeasuredPass],
     settings: Settings,
-) -> Row:
+) -> BenchRow:
     """A state is named if every one of its passes proved it."""
     first = group[0]
     proved = all(one.proof.holds for one in group)
@@ -126,7 +130,7 @@ def _row(
         "arm": arm,
         "model": described["model"]["name"],
         "workload": first.cell.workload,
-        "state": str(first.state if proved else State.UNPROVED),
+        "state": str(first.state if proved else TierState.UNPROVED),
         "asked": str(first.state),
         "context_tokens": first.cell.context_tokens,
         "concurrency": first.cell.at_once,
@@ -143,7 +147,7 @@ def _row(
     }
 
 
-def _sample(one: Measured, index: int, oracle: Mapping[tuple[Cell, int], Measured]) -> dict[str, Any]:
+def _sample(one: MeasuredPass, index: int, oracle: Mapping[tuple[GridCell, int], MeasuredPass]) -> dict[str, Any]:
     sample = one.done.samples[index]
     answer = sample.answer
     kvire, cache = answer.kvire, answer.kvire.get("cache") or {}
@@ -175,7 +179,9 @@ def _sample(one: Measured, index: int, oracle: Mapping[tuple[Cell, int], Measure
     }
 
 
-def _counterpart(one: Measured, sample: Sample, oracle: Mapping[tuple[Cell, int], Measured]) -> Sample | None:
+def _counterpart(
+    one: MeasuredPass, sample: Sample, oracle: Mapping[tuple[GridCell, int], MeasuredPass]
+) -> Sample | None:
     """The same prompt without reuse."""
     other = oracle.get((one.cell, one.repeat))
     if other is None or other is one or not one.same_prompts or sample.answer.error is not None:
@@ -192,11 +198,11 @@ def first_difference(one: Sequence[str], other: Sequence[str]) -> int | None:
     return next((i for i in range(shorter) if one[i] != other[i]), shorter)
 
 
-def _set_beside(row: Row, rows: Sequence[Row], described: Mapping[str, Any]) -> None:
+def _set_beside(row: BenchRow, rows: Sequence[BenchRow], described: Mapping[str, Any]) -> None:
     """Beside a speed-up: what computing everything takes, and the bandwidth from which loading wins."""
     key = ("workload", "context_tokens", "concurrency")
     same = [other for other in rows if all(other[name] == row[name] for name in key)]
-    baseline = next((other for other in same if other["state"] == State.Z), None)
+    baseline = next((other for other in same if other["state"] == TierState.Z), None)
     if baseline is None:
         return
     prefill = prefill_tokens_per_s(baseline["samples"])
@@ -206,7 +212,7 @@ def _set_beside(row: Row, rows: Sequence[Row], described: Mapping[str, Any]) -> 
         "prefill_tokens_per_s": prefill,
         "break_even_bytes_per_s": prefill * kv_bytes if prefill and kv_bytes else None,
     }
-    if row["state"] in {State.Z, State.UNPROVED} or not row["same_prompts"]:
+    if row["state"] in {TierState.Z, TierState.UNPROVED} or not row["same_prompts"]:
         return  # an E that sends the fill asks other questions; and what is not proved is no speed-up of anything
     both = answered_in_both(row["samples"], baseline["samples"])
     ours, theirs = (by_repeat(samples, "ttft_s") for samples in both)
@@ -230,7 +236,7 @@ def loaded_bytes_per_token(
     return float(sum(kept)) / tokens
 
 
-def slo_of(report: Report) -> Slo:
+def slo_of(report: BenchReport) -> Slo:
     """The limits that a report was made with."""
     slo = report["settings"].get("slo") or {}
     return Slo(slo.get("ttft_s", Slo().ttft_s), slo.get("tpot_s", Slo().tpot_s))

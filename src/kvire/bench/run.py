@@ -6,7 +6,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 
 from kvire.bench import machine, results
-from kvire.bench.arm import Arm, Measured
+from kvire.bench.arm import Arm, MeasuredPass
 from kvire.bench.settings import Settings
 
 Progress = Callable[[int, int, str], None]  # (step, of how many, what comes now)
@@ -19,10 +19,10 @@ def new_nonce() -> str:
 
 def measure(
     arms: Mapping[str, Arm], settings: Settings, progress: Progress, command: Sequence[str] = ()
-) -> results.Report:
+) -> results.BenchReport:
     """arms: by name, "A" first; they take turns within each repeat. Raises ConfigError."""
     steps = settings.repeats * sum(arm.steps() for arm in arms.values())
-    found: dict[str, list[Measured]] = {name: [] for name in arms}
+    found: dict[str, list[MeasuredPass]] = {name: [] for name in arms}
     scale, *_ = [arm.scale for arm in arms.values()]  # the first one's, for all; asking warms every server up
     done = 0
     for repeat in range(1, settings.repeats + 1):

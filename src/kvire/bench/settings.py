@@ -7,16 +7,16 @@ from pathlib import Path
 
 from kvire.bench.metrics import Slo
 from kvire.bench.prompts import Writer
-from kvire.bench.states import State
+from kvire.bench.states import TierState
 from kvire.bench.traces import TraceScale, digest, read, trace_work
-from kvire.bench.workloads import SHORT, SHORT_TOKENS, Size, Work, maker
+from kvire.bench.workloads import SHORT, SHORT_TOKENS, BenchWork, WorkSize, maker
 from kvire.core.errors import ConfigError
 
 TRACE = "trace"
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class GridCell:
     """One workload at one size. context_tokens: about how long its longest prompts are."""
 
     workload: str
@@ -38,7 +38,7 @@ class Settings:
     workloads: tuple[str, ...]
     contexts: tuple[int, ...]
     at_once: tuple[int, ...]
-    states: tuple[State, ...]
+    states: tuple[TierState, ...]
     nonce: str
     repeats: int = 5
     scripts: int = 2
@@ -69,20 +69,20 @@ class Settings:
             _at_least("--requests", 1, self.trace_scale.requests)
             read(self.trace)
 
-    def cells(self) -> Iterator[Cell]:
+    def cells(self) -> Iterator[GridCell]:
         """Every workload at every size."""
         for at_once in self.at_once:
             for workload in self.workloads:
                 contexts = (SHORT_TOKENS,) if workload == SHORT else self.contexts
                 for context_tokens in contexts:
-                    yield Cell(workload, context_tokens, at_once)
+                    yield GridCell(workload, context_tokens, at_once)
         if self.trace is not None:
-            yield Cell(TRACE, max(self.contexts), 1)
+            yield GridCell(TRACE, max(self.contexts), 1)
 
-    def work(self, cell: Cell, write: Writer, repeat: int) -> Work:
+    def work(self, cell: GridCell, write: Writer, repeat: int) -> BenchWork:
         """The prompts of one repeat: the same for every server, new in every repeat."""
         scripts = max(self.scripts, cell.at_once)  # with fewer, clients would have nothing to send
-        size = Size(cell.context_tokens, scripts, cell.at_once, self.output_tokens)
+        size = WorkSize(cell.context_tokens, scripts, cell.at_once, self.output_tokens)
         if cell.workload == TRACE:
             assert self.trace is not None
             again = Writer(write.scale, write.seed + repeat, write.nonce)
@@ -93,9 +93,9 @@ class Settings:
         """Which requests are replayed; None without a trace."""
         return None if self.trace is None else digest(read(self.trace), self.trace_scale)
 
-    def states_of(self, work: Work) -> tuple[State, ...]:
+    def states_of(self, work: BenchWork) -> tuple[TierState, ...]:
         """Those that a work has: without a probe nothing is to be found anywhere."""
-        return tuple(state for state in self.states if work.probe or state in {State.E, State.Z})
+        return tuple(state for state in self.states if work.probe or state in {TierState.E, TierState.Z})
 
 
 def _at_least(option: str, least: int, *values: int) -> None:

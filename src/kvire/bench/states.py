@@ -23,7 +23,7 @@ MOST = 0.5  # of what only a slow tier has: an engine may compute a part meanwhi
 SLACK_TOKENS = 64
 
 
-class State(StrEnum):
+class TierState(StrEnum):
     """The letters; UNPROVED stands for whatever could not be proved."""
 
     E = "E"
@@ -37,16 +37,16 @@ class State(StrEnum):
 
 
 NAMES = {
-    State.E: "empty",
-    State.G: "device-warm",
-    State.R: "memory-warm",
-    State.D: "disk-warm",
-    State.N: "remote-warm",
-    State.W: "warm",
-    State.Z: "no reuse",
-    State.UNPROVED: "unproved",
+    TierState.E: "empty",
+    TierState.G: "device-warm",
+    TierState.R: "memory-warm",
+    TierState.D: "disk-warm",
+    TierState.N: "remote-warm",
+    TierState.W: "warm",
+    TierState.Z: "no reuse",
+    TierState.UNPROVED: "unproved",
 }
-TIER_OF = {State.G: "device", State.R: "memory", State.D: "disk", State.N: "remote"}
+TIER_OF = {TierState.G: "device", TierState.R: "memory", TierState.D: "disk", TierState.N: "remote"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +98,21 @@ class Proof:
         return not self.doubts
 
 
-def prove(state: State, requests: Sequence[SeenRequest], around: Around, slack_tokens: int = SLACK_TOKENS) -> Proof:
+def prove(state: TierState, requests: Sequence[SeenRequest], around: Around, slack_tokens: int = SLACK_TOKENS) -> Proof:
     """Whether a pass was in a state. requests: those that were answered. slack_tokens: how far `stored` and the others
     may be off: a block where they come from token ids; for Z, what may be reused all the same.
     """
     if doubt := _untold(state, requests):
         return _joined(Proof((), (doubt,)), _alone(around))
-    if state is State.Z:
+    if state is TierState.Z:
         return _joined(_nothing(requests, slack_tokens), _alone(around))
-    if state is State.E:
+    if state is TierState.E:
         return _joined(_only_inside(requests, slack_tokens), _empty(around), _alone(around))
-    warm = _warm(requests, slack_tokens) if state is State.W else _in_tier(state, requests, around, slack_tokens)
+    warm = _warm(requests, slack_tokens) if state is TierState.W else _in_tier(state, requests, around, slack_tokens)
     return _joined(warm, _no_more_than_the_fill(requests, slack_tokens), _alone(around))
 
 
-def _untold(state: State, requests: Sequence[SeenRequest]) -> str | None:
+def _untold(state: TierState, requests: Sequence[SeenRequest]) -> str | None:
     """What the server would have to say and does not."""
     if not requests:
         return "no request was answered"
@@ -123,14 +123,14 @@ def _untold(state: State, requests: Sequence[SeenRequest]) -> str | None:
     return None
 
 
-def _in_tier(state: State, requests: Sequence[SeenRequest], around: Around, slack_tokens: int) -> Proof:
-    if state is State.G:
+def _in_tier(state: TierState, requests: Sequence[SeenRequest], around: Around, slack_tokens: int) -> Proof:
+    if state is TierState.G:
         return _from_device(requests, slack_tokens)
     tier = TIER_OF[state]
     if all(request.slower and not _given(tier, [request]) for request in requests):
         return Proof((), (f"the engine computed what the {tier} tier may hold, since that was faster",))
     proofs = [_from_tier(tier, requests, slack_tokens), _read(around, tier)]
-    if state is State.D:
+    if state is TierState.D:
         proofs.append(_not_in_page_cache(around))
     return _joined(*proofs)
 

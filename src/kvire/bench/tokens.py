@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from kvire.bench.ideal import Spell, Units
-from kvire.bench.prompts import Prompt, message
+from kvire.bench.prompts import BenchPrompt, message
 from kvire.core.errors import ConfigError, RequestError
 from kvire.models.chat import encode_chat
 from kvire.models.progress import Progress
@@ -27,7 +27,7 @@ def token_ids(model: str, progress: Progress | None = None) -> Spell:
     def encode(conversation: tuple[tuple[str, str], ...]) -> Units:
         return encode_chat(tokenizer, [message(role, content) for role, content in conversation])
 
-    def spell(prompt: Prompt) -> Units:
+    def spell(prompt: BenchPrompt) -> Units:
         try:
             return encode(tuple((turn["role"], turn["content"]) for turn in prompt.messages))
         except RequestError as error:

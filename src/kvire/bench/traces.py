@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from kvire.bench.prompts import Prompt, Script, Writer, message
-from kvire.bench.workloads import Size, Work
+from kvire.bench.prompts import BenchPrompt, Script, Writer, message
+from kvire.bench.workloads import BenchWork, WorkSize
 from kvire.core.errors import ConfigError
 from kvire.replay.formats import read_trace
-from kvire.replay.trace import Request, Trace
+from kvire.replay.trace import Trace, TraceRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,16 @@ def digest(trace: Trace, scale: TraceScale) -> str:
     return hashlib.sha256(repr((trace.block_tokens, taken)).encode()).hexdigest()[:16]
 
 
-def trace_work(trace: Trace, scale: TraceScale, write: Writer, size: Size) -> Work:
+def trace_work(trace: Trace, scale: TraceScale, write: Writer, size: WorkSize) -> BenchWork:
     """One script for each request. Prompts are at most size.context_tokens, answers size.output_tokens long."""
     scripts = []
     for i, one in enumerate(trace.requests[: scale.requests]):
         tokens = min(size.context_tokens, max(1, round(one.input_tokens * scale.lengths)))
         text = _shared(trace, i, tokens, scale, write) if one.blocks else write.document(tokens, "trace", i)
         output = min(size.output_tokens, max(1, round(one.output_tokens * scale.lengths)))
-        prompt = Prompt((message("user", text),), output)
+        prompt = BenchPrompt((message("user", text),), output)
         scripts.append(Script((prompt,), (one.time_s - trace.requests[0].time_s) / scale.speed))
-    return Work(tuple(scripts))
+    return BenchWork(tuple(scripts))
 
 
 def _shared(trace: Trace, index: int, tokens: int, scale: TraceScale, write: Writer) -> str:
@@ -88,9 +88,9 @@ def _table(path: Path) -> Trace:
     return Trace(path.name, "azure", 1, requests)
 
 
-def _rows(path: Path) -> Iterator[Request]:
+def _rows(path: Path) -> Iterator[TraceRequest]:
     with path.open(encoding="utf-8", newline="") as lines:
         for row in csv.DictReader(lines):
             at = datetime.strptime(row["TIMESTAMP"][:26], "%Y-%m-%d %H:%M:%S.%f")  # noqa: DTZ007 - only differences count
             since = (at - datetime(2000, 1, 1)).total_seconds()  # noqa: DTZ001
-            yield Request(since, int(row["ContextTokens"]), int(row["GeneratedTokens"]), ())
+            yield TraceRequest(since, int(row["ContextTokens"]), int(row["GeneratedTokens"]), ())

@@ -6,17 +6,17 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from kvire.bench.arm import Judge, Measured, Say, loop, turned
-from kvire.bench.client import Endpoint, Message, ask
+from kvire.bench.arm import Judge, MeasuredPass, Say, loop, turned
+from kvire.bench.client import ApiMessage, Endpoint, ask
 from kvire.bench.ideal import characters
 from kvire.bench.load import run
-from kvire.bench.prompts import Prompt, Script, TokenScale, Writer, message
-from kvire.bench.settings import Cell, Settings
-from kvire.bench.states import SLACK_TOKENS, Around, State
-from kvire.bench.workloads import Work
+from kvire.bench.prompts import BenchPrompt, Script, TokenScale, Writer, message
+from kvire.bench.settings import GridCell, Settings
+from kvire.bench.states import SLACK_TOKENS, Around, TierState
+from kvire.bench.workloads import BenchWork
 from kvire.core.errors import ConfigError
 
-POSSIBLE = (State.E, State.W, State.Z)
+POSSIBLE = (TierState.E, TierState.W, TierState.Z)
 
 
 class UrlArm:
@@ -48,7 +48,7 @@ class UrlArm:
         """See Arm."""
         return len(self._settings.states) * len(list(self._settings.cells()))
 
-    def measure(self, repeat: int, scale: TokenScale, say: Say) -> Iterator[Measured]:
+    def measure(self, repeat: int, scale: TokenScale, say: Say) -> Iterator[MeasuredPass]:
         """See Arm. Passes without reuse come first and last in turn, unless they send the very texts of the others and
         may leave KV behind that those would find.
         """
@@ -56,28 +56,28 @@ class UrlArm:
         write = Writer(scale, settings.seed, settings.nonce)
         for cell in turned(list(settings.cells()), repeat):
             work = settings.work(cell, write, repeat)
-            states = [state for state in POSSIBLE if state in {*settings.states_of(work), State.E}]
-            if State.Z in states and self._no_reuse is None and repeat % 2 == 0:
-                states = [State.Z, *states[:-1]]
+            states = [state for state in POSSIBLE if state in {*settings.states_of(work), TierState.E}]
+            if TierState.Z in states and self._no_reuse is None and repeat % 2 == 0:
+                states = [TierState.Z, *states[:-1]]
             for state in states:
                 say(f"{cell}: {state}")
                 measured = self._pass(cell, repeat, state, work)
                 if state in settings.states:
                     yield measured
 
-    def _pass(self, cell: Cell, repeat: int, state: State, work: Work) -> Measured:
-        scripts = {State.E: work.fill, State.W: work.probe, State.Z: work.baseline}[state]
+    def _pass(self, cell: GridCell, repeat: int, state: TierState, work: BenchWork) -> MeasuredPass:
+        scripts = {TierState.E: work.fill, TierState.W: work.probe, TierState.Z: work.baseline}[state]
         salt = f"{self._settings.nonce}-{cell}-{repeat}"
         extra = None
-        if state is State.Z and self._no_reuse is not None:
+        if state is TierState.Z and self._no_reuse is not None:
             extra = _with_unique(self._no_reuse, salt)
-        elif state is State.Z:
+        elif state is TierState.Z:
             scripts = marked(scripts, salt)
         done = run(self._endpoint, scripts, loop(self._settings, cell, repeat), extra)
-        marks = state is State.Z and extra is None
+        marks = state is TierState.Z and extra is None
         return self.judge.measured(cell, repeat, state, work, done, Around(), marked=marks)
 
-    def _count(self, messages: Sequence[Message]) -> int:
+    def _count(self, messages: Sequence[ApiMessage]) -> int:
         answer = ask(self._endpoint, messages, 1)
         if answer.error is not None:
             raise ConfigError(f"{self._endpoint.url} answered {answer.error}: {answer.detail}")
@@ -88,7 +88,7 @@ class UrlArm:
         return answer.prompt_tokens
 
 
-def check_states(states: Sequence[State]) -> None:
+def check_states(states: Sequence[TierState]) -> None:
     """Raises ConfigError for one that would have to be taken on trust."""
     for state in states:
         if state not in POSSIBLE:
@@ -108,7 +108,7 @@ def marked(scripts: tuple[Script, ...], salt: str) -> tuple[Script, ...]:
     )
 
 
-def _marked(prompt: Prompt, mark: str) -> Prompt:
+def _marked(prompt: BenchPrompt, mark: str) -> BenchPrompt:
     first, *others = prompt.messages
     mark = Writer(TokenScale(1.0, 0.0), 0, mark).document(0, mark)
     return replace(prompt, messages=(message(first["role"], f"{mark} {first['content']}"), *others))

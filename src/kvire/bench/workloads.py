@@ -8,8 +8,8 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvire.bench.client import Message
-from kvire.bench.prompts import Prompt, Script, Writer, message
+from kvire.bench.client import ApiMessage
+from kvire.bench.prompts import BenchPrompt, Script, Writer, message
 from kvire.core.errors import ConfigError
 
 QUESTION_TOKENS = 24
@@ -19,7 +19,7 @@ SHORT, SHORT_TOKENS = "shortchat", 60  # whatever --context says
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class WorkSize:
     """context_tokens: of the longest prompts, about. scripts: documents, conversations or agents. at_once: how many of
     them are under way together. output_tokens: of every answer.
     """
@@ -31,7 +31,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class BenchWork:
     """fill: what is sent first, to an empty cache. probe: what is sent in every other state; its prompts begin like the
     fill's. Empty where nothing is to be reused: then only E and Z can be measured, both with the fill.
     """
@@ -45,10 +45,10 @@ class Work:
         return self.probe or self.fill
 
 
-Maker = Callable[[Writer, Size, str], Work]
+Maker = Callable[[Writer, WorkSize, str], BenchWork]
 
 
-def docqa(write: Writer, size: Size, name: str) -> Work:
+def docqa(write: Writer, size: WorkSize, name: str) -> BenchWork:
     """One document after another, each asked one question by the fill, and another by the probe."""
     room = size.context_tokens - QUESTION_TOKENS
     documents = [write.document(room, name, i) for i in range(size.scripts)]
@@ -60,15 +60,15 @@ def docqa(write: Writer, size: Size, name: str) -> Work:
             for document, question in zip(documents, questions, strict=True)
         )
 
-    return Work(ask("fill"), ask("probe"))
+    return BenchWork(ask("fill"), ask("probe"))
 
 
-def multiturn(write: Writer, size: Size, name: str) -> Work:
+def multiturn(write: Writer, size: WorkSize, name: str) -> BenchWork:
     """Conversations that grow to the context length: the fill sends all turns but the last, the probe the last one."""
     part = size.context_tokens / (2 * TURNS - 1)
-    histories: list[list[Message]] = []
+    histories: list[list[ApiMessage]] = []
     for i in range(size.scripts):
-        turns: list[Message] = [message("user", write.document(part, name, i))]
+        turns: list[ApiMessage] = [message("user", write.document(part, name, i))]
         for turn in range(1, TURNS):
             turns.append(message("assistant", write.text(part, name, i, turn, "answer")))
             turns.append(message("user", write.text(part, name, i, turn, "question")))
@@ -76,24 +76,24 @@ def multiturn(write: Writer, size: Size, name: str) -> Work:
     return _growing(size, histories)
 
 
-def shared(write: Writer, size: Size, name: str) -> Work:
+def shared(write: Writer, size: WorkSize, name: str) -> BenchWork:
     """One system prompt: the fill is its first user, the probe as many others as are allowed at once."""
     system = message("system", write.document(size.context_tokens - QUESTION_TOKENS, name))
 
     def ask(i: int) -> Script:
         return _script(size, [system, message("user", write.text(QUESTION_TOKENS, name, i))])
 
-    return Work((ask(0),), tuple(ask(i + 1) for i in range(max(size.scripts, size.at_once))))
+    return BenchWork((ask(0),), tuple(ask(i + 1) for i in range(max(size.scripts, size.at_once))))
 
 
-def agent(write: Writer, size: Size, name: str) -> Work:
+def agent(write: Writer, size: WorkSize, name: str) -> BenchWork:
     """Agents that call tools: a long list of tools, then call and result, step by step; the probe is the last step."""
     step = size.context_tokens / (2 * STEPS)
     tools = [_tool(write.text(step / 4, name, "tool", i)) for i in range(4)]
-    histories: list[list[Message]] = []
+    histories: list[list[ApiMessage]] = []
     for i in range(size.scripts):
         system = f"{write.document(step, name, i)} Answer with a call of one of these tools: {json.dumps(tools)}"
-        turns: list[Message] = [message("system", system), message("user", write.text(step, name, i))]
+        turns: list[ApiMessage] = [message("system", system), message("user", write.text(step, name, i))]
         for n in range(1, STEPS):
             call = {"name": tools[n % len(tools)]["name"], "arguments": {"query": write.text(step / 3, name, i, n)}}
             turns.append(message("assistant", json.dumps(call)))
@@ -102,7 +102,7 @@ def agent(write: Writer, size: Size, name: str) -> Work:
     return _growing(size, histories)
 
 
-def fork(write: Writer, size: Size, name: str) -> Work:
+def fork(write: Writer, size: WorkSize, name: str) -> BenchWork:
     """Agents that fork one context: the fill reads it once, the probe are all of them going on, each its own way."""
     context = [
         message("system", write.document(size.context_tokens * 0.8, name)),
@@ -113,12 +113,12 @@ def fork(write: Writer, size: Size, name: str) -> Work:
     def ask(i: int) -> Script:
         return _script(size, [*context, message("user", write.text(QUESTION_TOKENS, name, i))])
 
-    return Work((ask(0),), tuple(ask(i + 1) for i in range(max(size.scripts, size.at_once, 2))))
+    return BenchWork((ask(0),), tuple(ask(i + 1) for i in range(max(size.scripts, size.at_once, 2))))
 
 
-def shortchat(write: Writer, size: Size, name: str) -> Work:
+def shortchat(write: Writer, size: WorkSize, name: str) -> BenchWork:
     """Short chats and their second turn, where little can be gained."""
-    histories: list[list[Message]] = []
+    histories: list[list[ApiMessage]] = []
     for i in range(size.scripts):
         first, second = (write.text(SHORT_TOKENS / 3, name, i, turn) for turn in range(2))
         opening = message("user", write.document(SHORT_TOKENS / 3, name, i))
@@ -126,10 +126,10 @@ def shortchat(write: Writer, size: Size, name: str) -> Work:
     return _growing(size, histories)
 
 
-def unlike(write: Writer, size: Size, name: str) -> Work:
+def unlike(write: Writer, size: WorkSize, name: str) -> BenchWork:
     """Prompts that have nothing in common: what a cache costs where it cannot help."""
     texts = [write.document(size.context_tokens, name, i) for i in range(size.scripts)]
-    return Work(tuple(_script(size, [message("user", text)]) for text in texts))
+    return BenchWork(tuple(_script(size, [message("user", text)]) for text in texts))
 
 
 WORKLOADS: Mapping[str, Maker] = {
@@ -150,18 +150,18 @@ def maker(name: str) -> Maker:
     return WORKLOADS[name]
 
 
-def _growing(size: Size, histories: list[list[Message]]) -> Work:
+def _growing(size: WorkSize, histories: list[list[ApiMessage]]) -> BenchWork:
     """Conversations whose prompts end before each assistant turn, and at the end, which is the probe."""
     fill, probe = [], []
     for turns in histories:
         ends = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         fill.append(_script(size, *[turns[:end] for end in ends]))
         probe.append(_script(size, turns))
-    return Work(tuple(fill), tuple(probe))
+    return BenchWork(tuple(fill), tuple(probe))
 
 
-def _script(size: Size, *conversations: list[Message]) -> Script:
-    return Script(tuple(Prompt(tuple(messages), size.output_tokens) for messages in conversations))
+def _script(size: WorkSize, *conversations: list[ApiMessage]) -> Script:
+    return Script(tuple(BenchPrompt(tuple(messages), size.output_tokens) for messages in conversations))
 
 
 def _tool(about: str) -> dict[str, object]:

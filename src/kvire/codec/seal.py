@@ -117,7 +117,7 @@ def forget_ciphers() -> None:
     cipher.cache_clear()
 
 
-class Session:
+class SealSession:
     """Gives each frame that this process seals a (session, counter) that no other frame has.
 
     The session is random, and new in every process and after a fork, so that counting from 0 never repeats a nonce
@@ -140,6 +140,6 @@ class Session:
             return self._id, self._count
 
 
-SESSION = Session()  # one per process: what makes a nonce unique must not depend on who holds which object
+SESSION = SealSession()  # one per process: what makes a nonce unique must not depend on who holds which object
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=SESSION.renew)

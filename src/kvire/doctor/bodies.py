@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvire.doctor import render
-from kvire.doctor.prompt import Prompt
+from kvire.doctor.prompt import LoggedPrompt
 from kvire.doctor.render import UnknownBodyError
 
 Body = dict[str, Any]
@@ -54,7 +54,7 @@ def _has_anthropic_blocks(message: dict[str, Any]) -> bool:
     )
 
 
-def prompts_of(api: str, body: Body) -> list[Prompt]:
+def prompts_of(api: str, body: Body) -> list[LoggedPrompt]:
     """A body of completions may have several. Raises UnknownBodyError."""
     match api:
         case "anthropic":

@@ -4,7 +4,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from kvire.doctor.findings import Cause, Diagnosis, Example, Finding, Measured, Refused, RuleTotals, Totals
+from kvire.doctor.findings import Cause, Diagnosis, Example, Finding, MeasuredLog, Refused, RuleTotals, Totals
 from kvire.doctor.likeness import (
     LEAST_GAIN_BYTES,
     LEAST_OVERLAP,
@@ -16,7 +16,7 @@ from kvire.doctor.likeness import (
     likeness,
 )
 from kvire.doctor.logs import Item, LoggedRequest, LoggedUsage, Malformed
-from kvire.doctor.prompt import BEFORE_MESSAGES, KIND_NAMES, PART, TOOL, Part
+from kvire.doctor.prompt import BEFORE_MESSAGES, KIND_NAMES, PART, TOOL, PromptPart
 from kvire.doctor.rules import (
     CacheRules,
     Written,
@@ -27,7 +27,7 @@ from kvire.doctor.rules import (
 )
 from kvire.doctor.tokens import Counter, Ruler
 from kvire.doctor.tree import Match, Node, PrefixTree
-from kvire.doctor.usage import Usage
+from kvire.doctor.usage import TokenUsage
 
 MEMORY_BYTES = 200 << 20
 MOST_SCOPES = 8
@@ -49,7 +49,7 @@ class Doctor:
         self._tree = PrefixTree(memory_bytes)
         self._passages = PassageIndex()
         self._logs: list[tuple[int, str]] = []  # prompts before each log, and its name
-        self._counted: dict[str, Usage] = {}  # of answers whose prompts are in no log, by the answer
+        self._counted: dict[str, TokenUsage] = {}  # of answers whose prompts are in no log, by the answer
 
     def examine(self, log: Iterable[Item], name: str = "") -> "Doctor":
         """All of a log; several one after the other are one history, in which names tell their lines apart."""
@@ -69,7 +69,7 @@ class Doctor:
 
     def diagnosis(self) -> Diagnosis:
         """What was found so far."""
-        self._totals.without_prompt = Measured()
+        self._totals.without_prompt = MeasuredLog()
         for usage in self._counted.values():
             self._totals.without_prompt.add(usage)
         findings = sorted(self._findings.values(), key=lambda finding: (-finding.tokens, finding.causes, finding.where))
@@ -255,7 +255,7 @@ class Doctor:
         self._mark_mended(node, match.node, reused, cached)
 
 
-def _where(part: Part) -> str:
+def _where(part: PromptPart) -> str:
     if part.kind == TOOL:
         return "tools"
     if part.kind in BEFORE_MESSAGES or not part.kind:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvire.doctor.rules import CacheRules, Reuse, Written
-from kvire.doctor.usage import Usage
+from kvire.doctor.rules import CacheRules, ReuseRules, Written
+from kvire.doctor.usage import TokenUsage
 
 
 class Cause(StrEnum):
@@ -105,7 +105,7 @@ class Finding:
 
 @dataclass(slots=True)
 class RuleTotals:
-    """Tokens of all prompts under one provider's rules, and how many mark too little; see Reuse."""
+    """Tokens of all prompts under one provider's rules, and how many mark too little; see ReuseRules."""
 
     rules: CacheRules
     cached: int = 0
@@ -116,7 +116,7 @@ class RuleTotals:
     written: Written = field(default_factory=Written)
     marks_too_little: int = 0
 
-    def add(self, reuse: Reuse) -> None:
+    def add(self, reuse: ReuseRules) -> None:
         """One more prompt."""
         self.cached += reuse.tokens
         self.too_old += reuse.too_old
@@ -128,7 +128,7 @@ class RuleTotals:
 
 
 @dataclass(slots=True)
-class Measured:
+class MeasuredLog:
     """What `usage` says, over the requests whose usage counts cached tokens. ideal_tokens: what they could have."""
 
     requests: int = 0
@@ -137,7 +137,7 @@ class Measured:
     written_tokens: int = 0
     ideal_tokens: int = 0
 
-    def add(self, usage: Usage, ideal_tokens: int = 0) -> None:
+    def add(self, usage: TokenUsage, ideal_tokens: int = 0) -> None:
         """One more request."""
         self.requests += 1
         self.prompt_tokens += usage.prompt_tokens
@@ -186,8 +186,8 @@ class Totals:
     refused: dict[str, Refused] = field(default_factory=dict)
     apis: dict[str, int] = field(default_factory=dict)
     models: dict[str, int] = field(default_factory=dict)
-    measured: Measured = field(default_factory=Measured)
-    without_prompt: Measured = field(default_factory=Measured)
+    measured: MeasuredLog = field(default_factory=MeasuredLog)
+    without_prompt: MeasuredLog = field(default_factory=MeasuredLog)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import xxhash
 
 from kvire.doctor import passages, structure
 from kvire.doctor.findings import Cause
-from kvire.doctor.prompt import TOKENS, Part, parts_of
+from kvire.doctor.prompt import TOKENS, PromptPart, parts_of
 from kvire.doctor.structure import Sides, Spans
 from kvire.doctor.tree import Node, common_prefix
 
@@ -77,7 +77,7 @@ class Piece:
     """
 
     spans: Spans
-    part: Part
+    part: PromptPart
     same_bytes: int
 
     @property
@@ -135,7 +135,7 @@ def _differing(sides: Sides, *, is_foreign: bool) -> Spans | None:
     return None if is_foreign else passages.other_text(sides)
 
 
-def _index(parts: list[Part], at: int, start: int) -> int:
+def _index(parts: list[PromptPart], at: int, start: int) -> int:
     while parts[start].end <= at:
         start += 1
     return start

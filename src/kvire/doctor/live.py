@@ -38,13 +38,13 @@ MISS_ADVICE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class LiveSamples:
     """Values by metric name and labels."""
 
     values: dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
     @classmethod
-    def parse(cls, exposition: str) -> "Samples":
+    def parse(cls, exposition: str) -> "LiveSamples":
         """Of Prometheus' text format. Raises ValueError."""
         found = {}
         for family in text_string_to_metric_families(exposition):
@@ -71,7 +71,7 @@ def examine_server(url: str, api_key: str | None = None) -> dict[str, Any]:
     no Kvire server that lets us read its metrics.
     """
     try:
-        samples = Samples.parse(_fetch(url, "/metrics", api_key))
+        samples = LiveSamples.parse(_fetch(url, "/metrics", api_key))
     except ValueError as error:
         raise ConfigError(f"{url}/metrics is no Prometheus text: is this a Kvire server?") from error
     sources = samples.by("kvire_prompt_tokens_total", "source")
@@ -117,7 +117,7 @@ def print_server(values: dict[str, Any], console: Console) -> None:
         console.print("Nothing to complain of.")
 
 
-def _tier(samples: Samples, tier: str) -> dict[str, float]:
+def _tier(samples: LiveSamples, tier: str) -> dict[str, float]:
     names = ("used_bytes", "limit_bytes", "blocks", "bytes_per_second", "latency_seconds", "queue_blocks")
     totals = ("loaded_blocks", "saved_blocks", "dropped_blocks", "damaged_blocks", "unavailable")
     values = {name: samples.get(f"kvire_store_{name}", tier=tier) for name in names}
@@ -131,7 +131,7 @@ def _tier(samples: Samples, tier: str) -> dict[str, float]:
     return values
 
 
-def _findings(samples: Samples, tiers: list[str]) -> Iterator[dict[str, str]]:
+def _findings(samples: LiveSamples, tiers: list[str]) -> Iterator[dict[str, str]]:
     prompts = samples.get("kvire_prompts_total")
     if not prompts:
         yield _found("No prompt was computed yet.", "Come back when the server has had traffic.")

@@ -17,8 +17,8 @@ from typing import Any
 from kvire.doctor import render
 from kvire.doctor.bodies import api_of, prompts_of
 from kvire.doctor.lines import LONGEST_LINE_BYTES, TOO_LONG, json_values
-from kvire.doctor.prompt import Prompt
-from kvire.doctor.usage import Transcripts, Usage, usage_in
+from kvire.doctor.prompt import LoggedPrompt
+from kvire.doctor.usage import TokenUsage, Transcripts, usage_in
 
 WRAPPERS = (
     "request",
@@ -64,9 +64,9 @@ class LoggedRequest:
     line: int
     api: str
     model: str
-    prompt: Prompt
+    prompt: LoggedPrompt
     sent_s: float | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     incomplete: bool = False
 
 
@@ -79,7 +79,7 @@ class LoggedUsage:
 
     line: int
     answer: str
-    usage: Usage
+    usage: TokenUsage
 
 
 @dataclass(frozen=True, slots=True)

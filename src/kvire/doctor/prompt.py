@@ -35,7 +35,7 @@ BEFORE_MESSAGES = frozenset((TOOL, FORMAT, SYSTEM, SETTINGS))
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class LoggedPrompt:
     """One prompt.
 
     text: see above.
@@ -83,16 +83,16 @@ class PromptWriter:
         """The API refuses the request for this; the first reason is kept."""
         self._refused_for = self._refused_for or reason
 
-    def prompt(self, *, has_breakpoints: bool = False) -> Prompt:
+    def prompt(self, *, has_breakpoints: bool = False) -> LoggedPrompt:
         """What was added. has_breakpoints: whether the API has them, also if there are none."""
         text = "".join(self._parts).encode("utf-8", "surrogatepass")
         if self._refused_for is not None:
-            return Prompt(text, (), self.media, self._refused_for)
+            return LoggedPrompt(text, (), self.media, self._refused_for)
         breakpoints = tuple(self._breakpoints) if has_breakpoints or self._breakpoints else None
-        return Prompt(text, breakpoints, self.media)
+        return LoggedPrompt(text, breakpoints, self.media)
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """A part of a prompt: its kind (upper case), where it begins and ends (bytes, mark included), and its place among
     its like: tools and messages are counted from 1, messages without what stands before them.
     """
@@ -118,14 +118,14 @@ class Part(NamedTuple):
         return f"message {self.number} ({KIND_NAMES.get(self.kind, 'text')})"
 
 
-def parts_of(text: bytes) -> list[Part]:
+def parts_of(text: bytes) -> list[PromptPart]:
     """The parts of a prompt's bytes; a prompt that is only text is one part of kind ""."""
     if not text.startswith(PART):
-        return [Part("", 0, len(text), 0, text)]
+        return [PromptPart("", 0, len(text), 0, text)]
     return list(_parts(text))
 
 
-def _parts(text: bytes) -> Iterator[Part]:
+def _parts(text: bytes) -> Iterator[PromptPart]:
     at = tools = messages = 0
     for piece in text.split(PART)[1:]:
         mark = piece[:1].decode("ascii", "replace")
@@ -135,5 +135,5 @@ def _parts(text: bytes) -> Iterator[Part]:
         elif kind not in (*BEFORE_MESSAGES, REASONING) and (mark.isupper() or not messages):
             messages += 1
         number = tools if kind == TOOL else 0 if kind in BEFORE_MESSAGES else messages + (kind == REASONING)
-        yield Part(kind, at, at + 1 + len(piece), number, piece[1:])
+        yield PromptPart(kind, at, at + 1 + len(piece), number, piece[1:])
         at += 1 + len(piece)

@@ -33,12 +33,12 @@ class UnknownBodyError(ValueError):
     """No prompt is found in the body; the message says what is missing."""
 
 
-def of_text(text: str) -> p.Prompt:
+def of_text(text: str) -> p.LoggedPrompt:
     """A prompt without any structure."""
-    return p.Prompt(text.replace(p.PART.decode(), " ").encode("utf-8", "surrogatepass"))
+    return p.LoggedPrompt(text.replace(p.PART.decode(), " ").encode("utf-8", "surrogatepass"))
 
 
-def of_token_ids(ids: list[int]) -> p.Prompt:
+def of_token_ids(ids: list[int]) -> p.LoggedPrompt:
     """A prompt of token ids."""
     if not all(0 <= i < 1 << 24 for i in ids):
         raise UnknownBodyError("a token id is not in 0 ... 16,777,215")
@@ -47,7 +47,7 @@ def of_token_ids(ids: list[int]) -> p.Prompt:
     return out.prompt()
 
 
-def of_completion(body: dict[str, Any]) -> list[p.Prompt]:
+def of_completion(body: dict[str, Any]) -> list[p.LoggedPrompt]:
     """OpenAI completions: text, token ids, or a list of either."""
     prompt = body["prompt"]
     if isinstance(prompt, str):
@@ -59,7 +59,7 @@ def of_completion(body: dict[str, Any]) -> list[p.Prompt]:
     raise UnknownBodyError("prompt is neither text nor token ids")
 
 
-def of_chat(body: dict[str, Any]) -> p.Prompt:
+def of_chat(body: dict[str, Any]) -> p.LoggedPrompt:
     """OpenAI chat completions, and everything that looks like it; with cache_control, where a gateway passes it on."""
     out = p.PromptWriter()
     _tools(out, body.get("tools") or body.get("functions"))
@@ -81,7 +81,7 @@ def of_chat(body: dict[str, Any]) -> p.Prompt:
     return out.prompt()
 
 
-def of_responses(body: dict[str, Any]) -> p.Prompt:
+def of_responses(body: dict[str, Any]) -> p.LoggedPrompt:
     """OpenAI responses: `instructions` and `input`."""
     out = p.PromptWriter()
     _tools(out, body.get("tools"))
@@ -110,7 +110,7 @@ def of_responses(body: dict[str, Any]) -> p.Prompt:
     return out.prompt()
 
 
-def of_anthropic(body: dict[str, Any]) -> p.Prompt:
+def of_anthropic(body: dict[str, Any]) -> p.LoggedPrompt:
     """Anthropic messages, with their cache breakpoints.
 
     Settings that void the cached messages but not tools and system (tool_choice, thinking) stand between them.

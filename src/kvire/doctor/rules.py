@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kvire.core.errors import ConfigError
-from kvire.doctor.prompt import CALL, PART, RESULT, SETTINGS, Prompt
+from kvire.doctor.prompt import CALL, PART, RESULT, SETTINGS, LoggedPrompt
 from kvire.doctor.tokens import Ruler
 from kvire.doctor.tree import Step
 from kvire.plan.prices import MILLION, Price, PriceTable
@@ -49,7 +49,7 @@ class Written(NamedTuple):
         return Written(self.five_minutes + other.five_minutes, self.hour + other.hour)
 
 
-class Reuse(NamedTuple):
+class ReuseRules(NamedTuple):
     """Tokens of one prompt: those that a cache gives back, and those that it could have, by what was in the way.
 
     written: where writing is priced; where breakpoints are assumed, by the earlier prompt that this one finds.
@@ -65,7 +65,9 @@ class Reuse(NamedTuple):
     marks_too_little: bool = False
 
 
-def reuse(rules: CacheRules, steps: Sequence[Step], prompt: Prompt, ruler: Ruler, now_s: float | None) -> Reuse:
+def reuse(
+    rules: CacheRules, steps: Sequence[Step], prompt: LoggedPrompt, ruler: Ruler, now_s: float | None
+) -> ReuseRules:
     """What a cache with these rules has of a prompt. now_s: None where times are not known: nothing expires."""
     shared = _shared_tokens(ruler, steps[-1].end if steps else 0)
     written, marks_too_little = Written(), False
@@ -85,11 +87,17 @@ def reuse(rules: CacheRules, steps: Sequence[Step], prompt: Prompt, ruler: Ruler
     if rules.explicit and prompt.breakpoints is None:
         written = Written(tokens - min(tokens, _read_before(rules, steps, prompt, ruler, now_s)))
     too_short = fresh if fresh < rules.min_tokens else 0
-    return Reuse(tokens, too_old, no_breakpoint, too_short, fresh - tokens - too_short, written, marks_too_little)
+    return ReuseRules(tokens, too_old, no_breakpoint, too_short, fresh - tokens - too_short, written, marks_too_little)
 
 
 def reuse_after_fix(
-    rules: CacheRules, prompt: Prompt, tokens: int, reached: int, lost_bytes: int, ruler: Ruler, age_s: float | None
+    rules: CacheRules,
+    prompt: LoggedPrompt,
+    tokens: int,
+    reached: int,
+    lost_bytes: int,
+    ruler: Ruler,
+    age_s: float | None,
 ) -> int:
     """What a cache would give back if a prompt shared `tokens` tokens with the closest earlier one, last used `age_s`
     seconds ago. reached: where in the prompt what they share then ends. lost_bytes: of what lies before that, the
@@ -110,7 +118,7 @@ def reuse_after_fix(
 
 
 def written_after_fix(
-    rules: CacheRules, prompt: Prompt, before: int, after: int, ruler: Ruler, *, is_first: bool
+    rules: CacheRules, prompt: LoggedPrompt, before: int, after: int, ruler: Ruler, *, is_first: bool
 ) -> Written:
     """How many tokens more are written if a cache gives back `after` tokens of a prompt instead of `before`.
 
@@ -125,7 +133,7 @@ def written_after_fix(
     return Written(hour - (after - before), -hour)
 
 
-def entries_written(steps: Sequence[Step], prompt: Prompt, now_s: float | None) -> list[tuple[int, int]]:
+def entries_written(steps: Sequence[Step], prompt: LoggedPrompt, now_s: float | None) -> list[tuple[int, int]]:
     """What a request with breakpoints leaves in the cache: ends in bytes and seconds to live; 0 for what it read."""
     entries = dict(prompt.breakpoints or ())
     _, read = _entries(steps, prompt, now_s)
@@ -141,7 +149,7 @@ def whole_parts(text: bytes, end: int) -> int:
     return max(text.rfind(PART, 0, end + 1), 0)
 
 
-def _written(rules: CacheRules, prompt: Prompt, ruler: Ruler, read: int) -> Written:
+def _written(rules: CacheRules, prompt: LoggedPrompt, ruler: Ruler, read: int) -> Written:
     """What a prompt of which `read` tokens were found has written: to the last mark for an hour, then to the last.
 
     As Anthropic bills mixed lifetimes (its prompt caching guide). A prefix below the minimum is not written.
@@ -150,14 +158,16 @@ def _written(rules: CacheRules, prompt: Prompt, ruler: Ruler, read: int) -> Writ
     return Written(max(0, last - max(hour, read)), max(0, hour - read))
 
 
-def _marked(rules: CacheRules, prompt: Prompt, ruler: Ruler, least_s: int) -> int:
+def _marked(rules: CacheRules, prompt: LoggedPrompt, ruler: Ruler, least_s: int) -> int:
     """Tokens up to the last breakpoint for at least so long; 0 if there is none that ends enough for a cache."""
     marked = max((at for at, ttl_s in (prompt.breakpoints or ()) if ttl_s >= least_s), default=0)
     tokens = ruler.before(marked)
     return tokens if tokens >= rules.min_tokens else 0
 
 
-def _read_before(rules: CacheRules, steps: Sequence[Step], prompt: Prompt, ruler: Ruler, now_s: float | None) -> int:
+def _read_before(
+    rules: CacheRules, steps: Sequence[Step], prompt: LoggedPrompt, ruler: Ruler, now_s: float | None
+) -> int:
     """Where breakpoints are assumed: tokens that the last prompt on this way found itself, so had not written."""
     end = 0
     for step in steps:
@@ -169,7 +179,7 @@ def _read_before(rules: CacheRules, steps: Sequence[Step], prompt: Prompt, ruler
     return rules.whole_steps(_shared_tokens(ruler, whole_parts(prompt.text, end)))
 
 
-def _entries(steps: Sequence[Step], prompt: Prompt, now_s: float | None) -> tuple[int, int]:
+def _entries(steps: Sequence[Step], prompt: LoggedPrompt, now_s: float | None) -> tuple[int, int]:
     """The longest prefix that an entry was ever written for and a breakpoint looks back to; the same of those alive."""
     written = alive = 0
     ends = [end for end, _ in prompt.breakpoints or ()]

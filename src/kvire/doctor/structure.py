@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from kvire.doctor.findings import Cause
-from kvire.doctor.prompt import FORMAT, MEDIA, REASONING, SETTINGS, TOOL, Part
+from kvire.doctor.prompt import FORMAT, MEDIA, REASONING, SETTINGS, TOOL, PromptPart
 
 
 class Spans(NamedTuple):
@@ -32,8 +32,8 @@ class Sides:
 
     new: bytes
     old: bytes
-    new_parts: list[Part]
-    old_parts: list[Part]
+    new_parts: list[PromptPart]
+    old_parts: list[PromptPart]
     at: int
     old_at: int
     new_index: int
@@ -41,7 +41,11 @@ class Sides:
 
     @classmethod
     def at_byte(
-        cls, new_parts: list[Part], old_parts: list[Part], new: tuple[bytes, int, int], old: tuple[bytes, int, int]
+        cls,
+        new_parts: list[PromptPart],
+        old_parts: list[PromptPart],
+        new: tuple[bytes, int, int],
+        old: tuple[bytes, int, int],
     ) -> Self:
         """new, old: text, the first byte that differs, index of the part that has this byte."""
         (new_text, at, new_index), (old_text, old_at, old_index) = new, old
@@ -53,12 +57,12 @@ class Sides:
         return cls(new_text, old_text, new_parts, old_parts, at, old_at, new_index, old_index)
 
     @property
-    def new_part(self) -> Part:
+    def new_part(self) -> PromptPart:
         """Where the new prompt starts to differ."""
         return self.new_parts[self.new_index]
 
     @property
-    def old_part(self) -> Part:
+    def old_part(self) -> PromptPart:
         """Where the old prompt starts to differ."""
         return self.old_parts[self.old_index]
 
@@ -151,7 +155,7 @@ def shifted(sides: Sides) -> Spans | None:
     return None
 
 
-def _find(wanted: list[Part], index: int, parts: list[Part], start: int) -> int | None:
+def _find(wanted: list[PromptPart], index: int, parts: list[PromptPart], start: int) -> int | None:
     """Where, after `start`, the part wanted[index] stands among others."""
     part = wanted[index]
     for k in range(start + 1, len(parts)):
@@ -164,7 +168,7 @@ def _find(wanted: list[Part], index: int, parts: list[Part], start: int) -> int 
     return None
 
 
-def _identity(part: Part) -> tuple[str, bytes]:
+def _identity(part: PromptPart) -> tuple[str, bytes]:
     return part.kind, part.text
 
 

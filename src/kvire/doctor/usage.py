@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """What the provider counted.
 
     prompt_tokens: all of the prompt's, also where the API counts cached ones apart (Anthropic).
@@ -108,7 +108,7 @@ TOTAL_FIELDS = ("total_tokens", "totalTokens")
 ANSWER_FIELDS = ("output_tokens", "completion_tokens", "outputTokens")
 
 
-def read_usage(record: Any) -> Usage | None:
+def read_usage(record: Any) -> TokenUsage | None:
     """The counts of a record in any of FORMS; None if it counts no prompt."""
     if not isinstance(record, dict):
         return None
@@ -117,12 +117,12 @@ def read_usage(record: Any) -> Usage | None:
         if given is not None and (read is not None or written is not None):
             beside = (read or 0) + (written or 0)
             leaves_out = form.apart or _leaves_out(record, given, beside)
-            return Usage(given + beside if leaves_out else given, read or 0, written or 0)
+            return TokenUsage(given + beside if leaves_out else given, read or 0, written or 0)
     given = _count(record, PROMPT_FIELDS)
-    return None if given is None else Usage(given, None)
+    return None if given is None else TokenUsage(given, None)
 
 
-def usage_in(parts: Iterable[dict[str, Any]]) -> Usage | None:
+def usage_in(parts: Iterable[dict[str, Any]]) -> TokenUsage | None:
     """The first record in the parts of a line that counts cached tokens, else the first that counts a prompt."""
     places = (place for part in parts for place in (*(_at(part, path) for path in PLACES), part))
     found = [usage for place in places if (usage := read_usage(place))]
@@ -167,7 +167,7 @@ class Transcripts:
         """Whether a line comes from a transcript."""
         return isinstance(value.get("type"), str) and any(mark in value for mark in MARKS)
 
-    def answer(self, value: dict[str, Any]) -> tuple[str, Usage] | None:
+    def answer(self, value: dict[str, Any]) -> tuple[str, TokenUsage] | None:
         """What a line counts, and of which answer: several lines may tell the same one. None if it counts nothing.
 
         Claude Code writes a line per block of an answer, each with the usage of all of it. Codex tells its counts
@@ -177,7 +177,7 @@ class Transcripts:
         found = self._codex(value, payload) if isinstance(payload, dict) else _claude_code(value)
         return None if found is None or not found[1].prompt_tokens else found
 
-    def _codex(self, value: dict[str, Any], payload: dict[str, Any]) -> tuple[str, Usage] | None:
+    def _codex(self, value: dict[str, Any], payload: dict[str, Any]) -> tuple[str, TokenUsage] | None:
         if value["type"] == "session_meta":
             self._session = str(payload.get("id", ""))
         told = payload.get("info")
@@ -190,7 +190,7 @@ class Transcripts:
         return None if usage is None else (json.dumps([session, last, total], sort_keys=True), usage)
 
 
-def _claude_code(value: dict[str, Any]) -> tuple[str, Usage] | None:
+def _claude_code(value: dict[str, Any]) -> tuple[str, TokenUsage] | None:
     message = value.get("message")
     if value["type"] != "assistant" or not isinstance(message, dict):
         return None

@@ -18,9 +18,9 @@ import numpy as np
 from kvire.core.cache_folder import cache_folder
 from kvire.core.errors import ConfigError
 from kvire.plan.hardware import MEASURED_RANGE, Machine
-from kvire.plan.serve import Prompt
+from kvire.plan.serve import PromptShape
 from kvire.plan.shape import Shape, Storage
-from kvire.plan.tiers import Tier, presets
+from kvire.plan.tiers import PlannedTier, presets
 
 SCHEMA = "kvire.calibration/1"
 MOST_BYTES_PER_S = 100e9  # where noise hides what a tier takes: no memory of one socket is copied faster
@@ -42,7 +42,7 @@ class Asked(NamedTuple):
 
 
 @dataclass(slots=True)
-class Samples:
+class CalibrationSamples:
     """Measured times.
 
     ttft_s: seconds to the first token, by what was asked.
@@ -54,7 +54,7 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class CalibrationTimes:
     """What was measured on what. memory_bytes: that were free before the model was loaded."""
 
     model: str
@@ -97,7 +97,7 @@ def fit(shape: Shape, measured: Sequence[Prefill]) -> tuple[float, float, float]
     return overhead_s, 1 / linear, 1 / attention if attention > 0 else float("inf")
 
 
-def record(on: Measured, shape: Shape, samples: Samples) -> dict[str, Any]:
+def record(on: CalibrationTimes, shape: Shape, samples: CalibrationSamples) -> dict[str, Any]:
     """What was measured, and the constants that fit it (schema kvire.calibration/1)."""
     medians = {key: statistics.median(times) for key, times in samples.ttft_s.items()}
     storage = Storage(on.kv_dtype, 16)
@@ -133,7 +133,7 @@ def _tier_speed(
     sizes, added = [], []
     for asked, seconds in medians.items():
         if asked.state == state:
-            reused = Prompt(asked.tokens).reused(storage.block_tokens)
+            reused = PromptShape(asked.tokens).reused(storage.block_tokens)
             size = shape.sequence_bytes(reused, storage)
             sizes.append(size)
             added.append(max(size / MOST_BYTES_PER_S, seconds - who.prefill_s(shape, reused, asked.tokens)))
@@ -168,10 +168,10 @@ def calibration_file() -> Path:
     return cache_folder() / "plan" / "calibration.json"
 
 
-def measured_tiers(record: dict[str, Any]) -> tuple[Tier, ...]:
+def measured_tiers(record: dict[str, Any]) -> tuple[PlannedTier, ...]:
     """The tiers of a calibration file, with the prices of the table."""
     return tuple(
-        Tier(
+        PlannedTier(
             name, TITLES[name], state, speed["bytes_per_s"], speed["latency_s"],
             usd_per_gb_month=presets()[PRESET[name]].usd_per_gb_month, measured=True,
             source=f"measured on {record['date']}",
@@ -181,7 +181,7 @@ def measured_tiers(record: dict[str, Any]) -> tuple[Tier, ...]:
     )  # fmt: skip
 
 
-def remembered() -> tuple[Machine, tuple[Tier, ...]]:
+def remembered() -> tuple[Machine, tuple[PlannedTier, ...]]:
     """This machine as it was last measured, and its tiers.
 
     Raises ConfigError where it was not measured, or the file is damaged.

@@ -13,10 +13,10 @@ from kvire.plan.hardware import ASSUMED_RANGE, Machine, machine
 from kvire.plan.hits import HitCurve, assumed_reuse, read_curve
 from kvire.plan.plan import Money, Plan, PlannedModel
 from kvire.plan.prices import hosted_prices
-from kvire.plan.serve import Prompt
+from kvire.plan.serve import PromptShape
 from kvire.plan.shape import WEIGHT_BYTES, Storage
-from kvire.plan.sizing import Usage
-from kvire.plan.tiers import Tier, default_tiers, parse_tier
+from kvire.plan.sizing import ServingUse
+from kvire.plan.tiers import PlannedTier, default_tiers, parse_tier
 
 MEASURED = "measured"  # --hardware: this machine, as --calibrate found it
 
@@ -64,7 +64,7 @@ class Hardware:
         if self.mfu is not None and self.hardware is None:
             raise ConfigError("--mfu is the share of a device's peak: say which device, with --hardware")
 
-    def choose(self) -> tuple[Machine | None, tuple[Tier, ...]]:
+    def choose(self) -> tuple[Machine | None, tuple[PlannedTier, ...]]:
         """The machine, and the tiers measured with it; (None, ()) where none was named."""
         if self.hardware == MEASURED:
             return remembered()
@@ -89,14 +89,14 @@ class Reused:
     reuse: float | None = None
     new_tokens: int = 64
 
-    def tiers(self, measured: tuple[Tier, ...]) -> tuple[Tier, ...]:
+    def tiers(self, measured: tuple[PlannedTier, ...]) -> tuple[PlannedTier, ...]:
         """What was named, with measured speeds where a name is a measured one; else those measured, else the usual."""
         if not self.tier:
             return measured or tuple(default_tiers())
         known = {tier.name: tier for tier in measured}
         return tuple(parse_tier(text, known) for text in self.tier)
 
-    def curve(self, use: Usage) -> HitCurve | None:
+    def curve(self, use: ServingUse) -> HitCurve | None:
         """None where nothing is known of reuse."""
         if self.hit_curve is not None and self.reuse is not None:
             raise ConfigError("give either --hit-curve or --reuse: one is measured, the other assumed")
@@ -133,12 +133,12 @@ def make(
     kept: Kept | None = None,
     hardware: Hardware | None = None,
     reused: Reused | None = None,
-    use: Usage | None = None,
+    use: ServingUse | None = None,
     spent: Spent | None = None,
 ) -> Plan:
     """The plan of a model. Raises ConfigError naming the option that cannot work, as the command line spells it."""
     kept, hardware, reused = kept or Kept(), hardware or Hardware(), reused or Reused()
-    use, spent = use or Usage(), spent or Spent()
+    use, spent = use or ServingUse(), spent or Spent()
     if use.context < reused.new_tokens:
         raise ConfigError(f"--new-tokens {reused.new_tokens} is more than the whole --context {use.context}")
     storage = Storage(kept.kv_dtype, kept.block_size, kept.tp or hardware.devices, kept.index_dtype)
@@ -151,7 +151,7 @@ def make(
         shape=model.shape,
         storage=storage,
         use=use,
-        prompt=Prompt(use.context, reused.new_tokens),
+        prompt=PromptShape(use.context, reused.new_tokens),
         tiers=reused.tiers(measured_tiers),
         money=spent.money(),
         who=_scaled(who, model),

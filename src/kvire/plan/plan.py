@@ -7,10 +7,10 @@ from kvire.core.errors import ConfigError
 from kvire.plan.hardware import Machine
 from kvire.plan.hits import HitCurve
 from kvire.plan.prices import Price
-from kvire.plan.serve import Prompt, Ttft, computed, from_device, from_tier
+from kvire.plan.serve import PromptShape, Ttft, computed, from_device, from_tier
 from kvire.plan.shape import Shape, Storage
-from kvire.plan.sizing import Memory, Usage
-from kvire.plan.tiers import Tier
+from kvire.plan.sizing import MemoryUse, ServingUse
+from kvire.plan.tiers import PlannedTier
 from kvire.plan.verdict import kept_bytes_per_token
 
 
@@ -70,9 +70,9 @@ class Plan:
     verified: bool
     shape: Shape
     storage: Storage
-    use: Usage
-    prompt: Prompt
-    tiers: tuple[Tier, ...]
+    use: ServingUse
+    prompt: PromptShape
+    tiers: tuple[PlannedTier, ...]
     money: Money
     who: Machine | None = None
     memory_bytes: int | None = None
@@ -86,10 +86,10 @@ class Plan:
         return self.shape.weights.size_bytes(self.weights_dtype)
 
     @property
-    def memory(self) -> Memory | None:
+    def memory(self) -> MemoryUse | None:
         """None where neither the user nor the machine says how much there is."""
         total = self.memory_bytes or (self.who.memory_bytes if self.who else None)
-        return None if total is None else Memory(total, self.weights_bytes, self.reserve)
+        return None if total is None else MemoryUse(total, self.weights_bytes, self.reserve)
 
 
 def ttfts(plan: Plan) -> list[Ttft]:
@@ -115,7 +115,7 @@ def predictor(plan: Plan) -> Callable[[str, int, int], float | None]:
     who, tiers = plan.who, {tier.state: tier for tier in reversed(plan.tiers)}
 
     def predict(state: str, tokens: int, new_tokens: int) -> float | None:
-        prompt = Prompt(tokens, new_tokens)
+        prompt = PromptShape(tokens, new_tokens)
         if state in ("E", "Z"):
             return computed(plan.shape, who, prompt).seconds
         if state == "G":

@@ -7,7 +7,7 @@ from kvire.core.errors import ConfigError, UnsupportedModelError
 from kvire.plan.families import layouts
 from kvire.plan.families.blocks import Feed
 from kvire.plan.families.fields import Fields
-from kvire.plan.families.mixers import Attention, Latent, Mixer, State, attention_kinds, kept_groups
+from kvire.plan.families.mixers import Attention, Latent, Mixer, RecurrentState, attention_kinds, kept_groups
 from kvire.plan.families.table import FAMILIES, Family
 from kvire.plan.families.wrappers import language_model
 from kvire.plan.quantised import checkpoint_weights
@@ -111,9 +111,9 @@ def _shape(
 
 
 def _states(mixers: Sequence[Mixer]) -> tuple[StateLayers, ...]:
-    found: dict[State, list[int]] = {}
+    found: dict[RecurrentState, list[int]] = {}
     for layer, mixer in enumerate(mixers):
-        if isinstance(mixer, State):
+        if isinstance(mixer, RecurrentState):
             found.setdefault(mixer, []).append(layer)
     return tuple(
         StateLayers(tuple(layers), state.heads, state.elements, state.conv_elements) for state, layers in found.items()
@@ -135,6 +135,6 @@ def _notes(mixers: Sequence[Mixer]) -> list[str]:
         notes.append("full layers make V from K's projection: an engine that keeps the two once needs half for them")
     if any(isinstance(m, Latent) and m.index_own for m in mixers):
         notes.append("the indexer's keys are counted in the KV's dtype unless --index-dtype says otherwise")
-    if any(isinstance(m, State) for m in mixers):
+    if any(isinstance(m, RecurrentState) for m in mixers):
         notes.append("a state stands for the whole prefix: it is reused only where a copy was kept, not at every block")
     return notes

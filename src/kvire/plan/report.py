@@ -10,7 +10,7 @@ from kvire.plan.hardware import break_even_bytes_per_s, hardware_table, machine
 from kvire.plan.plan import Plan, device_tokens, ttfts
 from kvire.plan.prices import bill, own_usd_per_million, price_table, years_until_worn
 from kvire.plan.shape import Shape, Storage
-from kvire.plan.sizing import CONTEXTS, Memory, growth, longest_context, parity_tokens, parity_users, users
+from kvire.plan.sizing import CONTEXTS, MemoryUse, growth, longest_context, parity_tokens, parity_users, users
 from kvire.plan.verdict import Demand, Offer, decide, offers, stored_bytes_per_token
 
 SCHEMA = "kvire.plan/1"
@@ -182,7 +182,7 @@ def _capacity(plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def _capacity_row(plan: Plan, memory: Memory, context: int) -> dict[str, Any]:
+def _capacity_row(plan: Plan, memory: MemoryUse, context: int) -> dict[str, Any]:
     count = users(plan.shape, plan.storage, memory, context)
     row: dict[str, Any] = {
         "context_tokens": context,

@@ -6,13 +6,13 @@ from kvire.core.errors import ConfigError
 from kvire.plan.cost import Speed, choose
 from kvire.plan.hardware import Machine
 from kvire.plan.shape import Shape, Storage
-from kvire.plan.tiers import Tier
+from kvire.plan.tiers import PlannedTier
 
 STATES = {"G": "device", "R": "memory", "D": "disk", "N": "another node", "E": "nothing kept"}
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptShape:
     """A prompt, whose beginning may be known.
 
     tokens: of the prompt.
@@ -51,21 +51,21 @@ class Ttft:
     way: str
 
 
-def computed(shape: Shape, who: Machine, prompt: Prompt) -> Ttft:
+def computed(shape: Shape, who: Machine, prompt: PromptShape) -> Ttft:
     """State E: nothing is kept, everything is computed."""
     seconds = who.prefill_s(shape, 0, prompt.tokens)
     slow, fast = who.span
     return Ttft("E", "none", seconds, seconds / fast, seconds / slow, 0.0, "compute")
 
 
-def from_device(shape: Shape, who: Machine, prompt: Prompt) -> Ttft:
+def from_device(shape: Shape, who: Machine, prompt: PromptShape) -> Ttft:
     """State G: the beginning lies where it is computed with. A hit may end inside a block, which is copied."""
     seconds = who.prefill_s(shape, prompt.tokens - prompt.new_tokens, prompt.tokens)
     slow, fast = who.span
     return Ttft("G", "device", seconds, seconds / fast, seconds / slow, 0.0, "device")
 
 
-def from_tier(shape: Shape, who: Machine, prompt: Prompt, storage: Storage, tier: Tier) -> Ttft:
+def from_tier(shape: Shape, who: Machine, prompt: PromptShape, storage: Storage, tier: PlannedTier) -> Ttft:
     """The beginning is loaded from a tier, or computed where that is faster, or both until they meet."""
     low_rate = 0.7 if tier.measured else 0.5  # nominal rates are seldom reached; a measured one varies less
     seconds, load_s, way = _loaded(shape, who, prompt, storage, tier, 1.0)
@@ -76,7 +76,7 @@ def from_tier(shape: Shape, who: Machine, prompt: Prompt, storage: Storage, tier
 
 
 def _loaded(
-    shape: Shape, who: Machine, prompt: Prompt, storage: Storage, tier: Tier, rate: float
+    shape: Shape, who: Machine, prompt: PromptShape, storage: Storage, tier: PlannedTier, rate: float
 ) -> tuple[float, float, str]:
     """(seconds to the first token, of them waiting for the tier alone if it were the only way, the way taken)."""
     reused = prompt.reused(storage.block_tokens)

@@ -10,7 +10,7 @@ CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1048576)
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryUse:
     """Where weights and KV lie. reserve: the share that neither gets (activations, buffers, fragments)."""
 
     total_bytes: int
@@ -27,12 +27,12 @@ class Memory:
         return max(0, int(self.total_bytes * (1 - self.reserve)) - self.weights_bytes)
 
 
-def users(shape: Shape, storage: Storage, memory: Memory, context: int) -> int:
+def users(shape: Shape, storage: Storage, memory: MemoryUse, context: int) -> int:
     """How many sequences of that length have room together, sharing nothing."""
     return memory.kv_bytes // shape.sequence_bytes(context, storage)
 
 
-def longest_context(shape: Shape, storage: Storage, memory: Memory, count: int = 1) -> int:
+def longest_context(shape: Shape, storage: Storage, memory: MemoryUse, count: int = 1) -> int:
     """The longest context that so many sequences can have together; 0 if none, at most what the model was made for."""
     high = shape.context_tokens or CONTEXTS[-1]
     low, each = 0, memory.kv_bytes // count
@@ -66,7 +66,7 @@ def parity_users(shape: Shape, storage: Storage, weights_bytes: int, context: in
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ServingUse:
     """How a model is used.
 
     context: tokens of one conversation.
@@ -110,7 +110,7 @@ class Growth:
         return self.to_bytes / self.from_bytes
 
 
-def growth(shape: Shape, storage: Storage, use: Usage) -> list[Growth]:
+def growth(shape: Shape, storage: Storage, use: ServingUse) -> list[Growth]:
     """The six directions in which KV grows, each alone, from one user at the context."""
 
     def one(tokens: int) -> int:

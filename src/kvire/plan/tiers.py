@@ -15,7 +15,7 @@ EXAMPLE = "nvme4=2TB, or mine=2TB@7,0.1ms,$0.08: size @ GB/s, latency, USD per G
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
+class PlannedTier:
     """A place that keeps KV outside the device.
 
     state: the letter of the tier state that a prompt served from it is in (G device, R memory, D
@@ -44,18 +44,18 @@ class Tier:
         return None if self.usd_per_gb_month is None else self.usd_per_gb_month * size_bytes / 1e9
 
 
-def presets() -> dict[str, Tier]:
+def presets() -> dict[str, PlannedTier]:
     """The shipped tiers, by name, without a size."""
     return {row["name"]: _of_row(row) for row in hardware_table()["tiers"]}
 
 
-def default_tiers() -> list[Tier]:
+def default_tiers() -> list[PlannedTier]:
     """What a plan looks at when it is told of no tier."""
     table = presets()
     return [table[name] for name in ("ram", "nvme5", "nvme4", "25gbe", "s3")]
 
 
-def parse_tier(text: str, measured: Mapping[str, Tier] | None = None) -> Tier:
+def parse_tier(text: str, measured: Mapping[str, PlannedTier] | None = None) -> PlannedTier:
     """A tier as --tier says it: NAME, NAME=SIZE, or NAME=SIZE@GBps[,LATENCY][,$USD]. measured: by name, go before
     presets. Raises ConfigError.
     """
@@ -66,7 +66,7 @@ def parse_tier(text: str, measured: Mapping[str, Tier] | None = None) -> Tier:
     known = (measured or {}).get(name.lower()) or presets().get(name.lower())
     if known is None and rate is None:
         raise ConfigError(f"--tier {name}: no preset ({', '.join(presets())}), so say how fast: {EXAMPLE}")
-    tier = known or Tier(name, name, _state_of(name), 1.0, 0.0, source="as given")
+    tier = known or PlannedTier(name, name, _state_of(name), 1.0, 0.0, source="as given")
     if rate is not None:
         tier = replace(tier, bytes_per_s=_positive(rate, text) * 1e9, measured=False, source="as given")
     if size:
@@ -76,7 +76,7 @@ def parse_tier(text: str, measured: Mapping[str, Tier] | None = None) -> Tier:
     return tier
 
 
-def _with(tier: Tier, part: str, text: str) -> Tier:
+def _with(tier: PlannedTier, part: str, text: str) -> PlannedTier:
     if latency := re.fullmatch(_NUMBER + r"\s*(us|ms|s)", part):
         return replace(tier, latency_s=float(latency[1]) * _SECONDS[latency[2]])
     if price := re.fullmatch(r"\$?" + _NUMBER, part):
@@ -102,8 +102,8 @@ def _state_of(name: str) -> str:
     return "R" if any(word in name for word in ("ram", "mem")) else "N"
 
 
-def _of_row(row: Mapping[str, Any]) -> Tier:
-    return Tier(
+def _of_row(row: Mapping[str, Any]) -> PlannedTier:
+    return PlannedTier(
         row["name"], row["title"], row["state"], row["gb_s"] * 1e9, row["latency_s"],
         usd_per_gb_month=row["usd_per_gb_month"], source=row["source"],
     )  # fmt: skip

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from kvire.core.memory import format_size
 from kvire.plan.hardware import Machine, break_even_bytes_per_s
 from kvire.plan.hits import HitCurve
-from kvire.plan.serve import Prompt, from_device, from_tier
+from kvire.plan.serve import PromptShape, from_device, from_tier
 from kvire.plan.shape import Shape, Storage
-from kvire.plan.tiers import Tier
+from kvire.plan.tiers import PlannedTier
 
 LEAST_SAVING = 0.05  # of the time to the first token: below this, nobody notices and much can go wrong
 ENOUGH = 0.75  # of the best option's saving: beyond it, each further second costs many times as much
@@ -25,7 +25,7 @@ class Demand:
     """
 
     curve: HitCurve
-    prompt: Prompt
+    prompt: PromptShape
     device_tokens: int = 0
     requests_per_hour: float | None = None
     usd_per_hour: float | None = None
@@ -41,7 +41,7 @@ class Offer:
     saved_usd_per_month: the same of machine time not spent.
     """
 
-    tier: Tier
+    tier: PlannedTier
     size_bytes: int
     tokens: int
     hit_rate: float
@@ -81,7 +81,7 @@ class Verdict:
     doubt: str = ""
 
 
-def offers(shape: Shape, storage: Storage, who: Machine, tiers: Sequence[Tier], demand: Demand) -> list[Offer]:
+def offers(shape: Shape, storage: Storage, who: Machine, tiers: Sequence[PlannedTier], demand: Demand) -> list[Offer]:
     """Every tier at its size, or at several if it has none, cheapest first; unknown prices last."""
     found = [
         _offer(shape, storage, who, tier, size, demand)
@@ -91,7 +91,7 @@ def offers(shape: Shape, storage: Storage, who: Machine, tiers: Sequence[Tier], 
     return sorted(found, key=lambda o: (o.usd_per_month is None, o.usd_per_month or 0.0, o.size_bytes))
 
 
-def decide(shape: Shape, storage: Storage, who: Machine, tiers: Sequence[Tier], demand: Demand) -> Verdict:
+def decide(shape: Shape, storage: Storage, who: Machine, tiers: Sequence[PlannedTier], demand: Demand) -> Verdict:
     """What to buy, and whether that holds if the machine is faster and tiers slower, or the machine slower."""
     buy, reason = _pick(offers(shape, storage, who, tiers, demand), demand)
     slow, fast = who.span
@@ -112,16 +112,18 @@ def _what(offer: Offer | None) -> str:
     return "" if offer is None else f"{format_size(offer.size_bytes)} of {offer.tier.title}"
 
 
-def mean_ttft_s(shape: Shape, storage: Storage, who: Machine, prompt: Prompt, share: float, tier: Tier | None) -> float:
+def mean_ttft_s(
+    shape: Shape, storage: Storage, who: Machine, prompt: PromptShape, share: float, tier: PlannedTier | None
+) -> float:
     """Of a prompt of which that share is found again, on the device or (tier) loaded from there."""
     found = min(int(share * prompt.tokens), prompt.tokens - 1)
-    asked = Prompt(prompt.tokens, prompt.tokens - found)
+    asked = PromptShape(prompt.tokens, prompt.tokens - found)
     if tier is None:
         return from_device(shape, who, asked).seconds
     return from_tier(shape, who, asked, storage, tier).seconds
 
 
-def _offer(shape: Shape, storage: Storage, who: Machine, tier: Tier, size: int, demand: Demand) -> Offer:
+def _offer(shape: Shape, storage: Storage, who: Machine, tier: PlannedTier, size: int, demand: Demand) -> Offer:
     each = stored_bytes_per_token(shape, storage, demand.prompt.tokens)
     tokens = int(size / each)
     base = demand.curve.hit_rate(demand.device_tokens)
@@ -160,7 +162,7 @@ def stored_bytes_per_token(shape: Shape, storage: Storage, context: int) -> floa
     return shape.stored_bytes(storage) + shape.state_bytes(storage) / context
 
 
-def _sizes(shape: Shape, storage: Storage, tier: Tier, demand: Demand) -> list[int]:
+def _sizes(shape: Shape, storage: Storage, tier: PlannedTier, demand: Demand) -> list[int]:
     if tier.capacity_bytes is not None:
         return [tier.capacity_bytes]
     end = demand.curve.points[-1][0] * stored_bytes_per_token(shape, storage, demand.prompt.tokens)

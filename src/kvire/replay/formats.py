@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 from kvire.core.errors import ConfigError
 from kvire.replay.block_size import block_tokens_of
-from kvire.replay.trace import Request, Trace
+from kvire.replay.trace import Trace, TraceRequest
 
 TIME_UNITS = {"s": 1.0, "ms": 1e-3}
 MOST_NAMED = 20  # lines that could not be read, or are worth a note, and are told one by one
 MOST_TOKENS = 1 << 40  # beyond that a number of tokens is a mistake
 GZIP_MAGIC = b"\x1f\x8b"
 
-Report = Callable[[str, int, int], None]  # stage, done, total
+SkipReport = Callable[[str, int, int], None]  # stage, done, total
 
 
 class _Raw(NamedTuple):
@@ -64,7 +64,7 @@ class _Told:
 
 
 def read_trace(
-    path: Path, report: Report = lambda *_: None, *, block_tokens: int | None = None, time_unit: str | None = None
+    path: Path, report: SkipReport = lambda *_: None, *, block_tokens: int | None = None, time_unit: str | None = None
 ) -> Trace:
     """The trace in a file, or in a folder of sessions, merged by time.
 
@@ -328,6 +328,6 @@ def _link(trace: Trace, timed: list[tuple[float, _Raw]], skipped: _Told) -> None
         for block in request.ids:
             trace.append(chain, numbers, ("" if chain else request.scope, chain[-1] if chain else -1, block))
         trace.requests.append(
-            Request(time_s, request.input_tokens, request.output_tokens, tuple(chain), request.session)
+            TraceRequest(time_s, request.input_tokens, request.output_tokens, tuple(chain), request.session)
         )
     trace.notes += short.told()

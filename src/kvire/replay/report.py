@@ -13,11 +13,11 @@ from kvire.replay.trace import Trace
 SCHEMA = "kvire.replay/1"
 STEPS = 200  # how often a run reports its progress
 
-Report = Callable[[str, int, int], None]  # stage, done, total
+StageReport = Callable[[str, int, int], None]  # stage, done, total
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class CapacitySize:
     """A capacity. bytes: None if nobody said how many one token takes."""
 
     tokens: int
@@ -41,11 +41,16 @@ class TierSize:
     """A tier of the store. name: memory, or disk."""
 
     name: str
-    size: Size
+    size: CapacitySize
 
 
 def build(
-    trace: Trace, policies: Sequence[str], sizes: Sequence[Size], *, spread: bool, report: Report = lambda *_: None
+    trace: Trace,
+    policies: Sequence[str],
+    sizes: Sequence[CapacitySize],
+    *,
+    spread: bool,
+    report: StageReport = lambda *_: None,
 ) -> dict[str, Any]:
     """Curves of the policies over the sizes. Raises ConfigError for a policy that does not exist."""
     chosen = [(name, policy_named(name)) for name in policies]
@@ -61,11 +66,11 @@ def build(
 
 
 def build_tiers(
-    trace: Trace, tiers: Sequence[TierSize], *, spread: bool, report: Report = lambda *_: None
+    trace: Trace, tiers: Sequence[TierSize], *, spread: bool, report: StageReport = lambda *_: None
 ) -> dict[str, Any]:
     """The store with these tiers, fastest first, beside the optimum of all their room together."""
     values = _head(trace, spread=spread)
-    together = Size(
+    together = CapacitySize(
         sum(tier.size.tokens for tier in tiers),
         None if any(tier.size.bytes is None for tier in tiers) else sum(tier.size.bytes or 0 for tier in tiers),
     )
@@ -116,7 +121,7 @@ def _arrivals(trace: Trace, *, spread: bool) -> str:
     return "spread until the next time stamp" if spread else "as recorded"
 
 
-def _point(trace: Trace, size: Size, hits: Hits, *, requests: bool = True) -> dict[str, Any]:
+def _point(trace: Trace, size: CapacitySize, hits: Hits, *, requests: bool = True) -> dict[str, Any]:
     point: dict[str, Any] = {"capacity_tokens": size.tokens}
     if size.bytes is not None:
         point["capacity_bytes"] = size.bytes
@@ -126,13 +131,13 @@ def _point(trace: Trace, size: Size, hits: Hits, *, requests: bool = True) -> di
     return point
 
 
-def _blocks(trace: Trace, size: Size) -> int:
+def _blocks(trace: Trace, size: CapacitySize) -> int:
     if size.tokens < trace.block_tokens:
         raise ConfigError(f"a capacity of {size.tokens:,} tokens holds no block: one has {trace.block_tokens} tokens")
     return size.tokens // trace.block_tokens
 
 
-def _progress(report: Report, stage: str, total: int) -> Progress:
+def _progress(report: StageReport, stage: str, total: int) -> Progress:
     step = max(1, total // STEPS)
 
     def progress(done: int) -> None:

@@ -6,7 +6,7 @@ from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """One prompt. blocks: numbers in Trace.parents, first to last; the last may be partly filled, and tokens behind it
     have no block. session: whose it is, "" if unknown.
     """
@@ -32,7 +32,7 @@ class Trace:
     name: str
     format: str
     block_tokens: int
-    requests: list[Request] = field(default_factory=list)
+    requests: list[TraceRequest] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Trace:
         """From the first arrival to the last."""
         return self.requests[-1].time_s - self.requests[0].time_s if self.requests else 0.0
 
-    def hit_tokens(self, request: Request, blocks: int) -> int:
+    def hit_tokens(self, request: TraceRequest, blocks: int) -> int:
         """Tokens that need no computing if the first so many blocks are there: at least one always is computed."""
         return min(blocks * self.block_tokens, request.input_tokens - 1)
 
@@ -66,7 +66,7 @@ class Trace:
             self.depths.append(len(chain))
         chain.append(number)
 
-    def part(self, requests: Sequence[Request]) -> "Trace":
+    def part(self, requests: Sequence[TraceRequest]) -> "Trace":
         """The same blocks, other requests."""
         return replace(self, requests=list(requests))
 
@@ -97,12 +97,12 @@ class Trace:
             for block in request.blocks[factor - 1 :: factor]:
                 coarse.append(chain, numbers, block)
             coarse.requests.append(
-                Request(request.time_s, request.input_tokens, request.output_tokens, tuple(chain), request.session)
+                TraceRequest(request.time_s, request.input_tokens, request.output_tokens, tuple(chain), request.session)
             )
         return coarse
 
 
-def _spread(group: Sequence[Request], end_s: float) -> Iterator[Request]:
+def _spread(group: Sequence[TraceRequest], end_s: float) -> Iterator[TraceRequest]:
     for place, request in enumerate(group):
         time_s = request.time_s + (end_s - request.time_s) * place / len(group)
-        yield Request(time_s, request.input_tokens, request.output_tokens, request.blocks, request.session)
+        yield TraceRequest(time_s, request.input_tokens, request.output_tokens, request.blocks, request.session)

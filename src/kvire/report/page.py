@@ -8,7 +8,7 @@ from typing import Self
 from kvire.core.errors import ConfigError
 from kvire.report.style import CSS
 
-Cell = str | int | float | None
+TableCell = str | int | float | None
 
 
 class Page:
@@ -40,7 +40,7 @@ class Page:
         """A paragraph that must not be overlooked: a doubt, a refusal, a limit."""
         return self._add(f'<p class="note">{escape(text)}</p>')
 
-    def table(self, headers: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str = "") -> Self:
+    def table(self, headers: Sequence[str], rows: Sequence[Sequence[TableCell]], caption: str = "") -> Self:
         """Numbers stand right, in figures of one width; None is shown as a dash. Wide tables scroll in their box.
 
         Floats are shown as they are by format `g` with four digits; pass text for anything else.
@@ -52,7 +52,7 @@ class Page:
         table = f"<table>{about}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         return self._add(f'<div class="scroll" tabindex="0">{table}</div>')
 
-    def facts(self, facts: Mapping[str, Cell]) -> Self:
+    def facts(self, facts: Mapping[str, TableCell]) -> Self:
         """Names and values: machine, model, seeds."""
         pairs = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(_shown(v))}</dd></div>" for k, v in facts.items())
         return self._add(f"<dl>{pairs}</dl>")
@@ -88,14 +88,14 @@ class Page:
         return self
 
 
-def _cell(value: Cell) -> str:
+def _cell(value: TableCell) -> str:
     """Text that begins with a digit is a number with its unit."""
     text = _shown(value)
     number = not isinstance(value, str) or text[:1].isdigit() or text[:2] in {f"-{digit}" for digit in range(10)}
     return f'<td class="number">{escape(text)}</td>' if number else f"<td>{escape(text)}</td>"
 
 
-def _shown(value: Cell) -> str:
+def _shown(value: TableCell) -> str:
     if value is None:
         return "\N{EN DASH}"
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value

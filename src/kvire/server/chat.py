@@ -10,7 +10,7 @@ from starlette.responses import Response
 from kvire.engine.request import Output
 from kvire.server.answers import until_client_gone
 from kvire.server.errors import ApiError
-from kvire.server.reply import Choice, Reply, merged_logprobs, whole_answer
+from kvire.server.reply import Reply, ReplyChoice, merged_logprobs, whole_answer
 from kvire.server.schemas import ChatRequest, parse
 from kvire.server.service import Service, Sharing, service_of, tenant_of
 from kvire.server.sessions import SessionResponse, Turn
@@ -68,14 +68,14 @@ class ChatReply(Reply):
     def __init__(self, service: Service, call: ChatRequest, turn: Turn | None = None) -> None:
         super().__init__(service)
         self._turn = turn
-        self._pieces: list[Choice] = []  # of the one answer that the turn keeps
+        self._pieces: list[ReplyChoice] = []  # of the one answer that the turn keeps
         self._token_ids: list[int] = []
         self.tools = call.tools if call.tool_choice == "auto" else []
         self._call = call
         self._format = _format_of(service) if self.tools else None
         self._answers: dict[int, ChatAnswer] = {}
 
-    async def take(self, prompt: int, output: Output) -> list[Choice]:
+    async def take(self, prompt: int, output: Output) -> list[ReplyChoice]:
         """See Reply."""
         del prompt  # a chat has one
         if output.index not in self._answers:
@@ -89,7 +89,7 @@ class ChatReply(Reply):
             return []
         return [choice]
 
-    def merge(self, pieces: list[Choice]) -> Choice:
+    def merge(self, pieces: list[ReplyChoice]) -> ReplyChoice:
         """See Reply."""
         deltas = [piece["delta"] for piece in pieces]
         delta: dict[str, Any] = {"content": "".join(delta.get("content", "") for delta in deltas)}
@@ -102,7 +102,7 @@ class ChatReply(Reply):
             "finish_reason": pieces[-1]["finish_reason"],
         }
 
-    def join(self, pieces: list[Choice]) -> Choice:
+    def join(self, pieces: list[ReplyChoice]) -> ReplyChoice:
         """See Reply."""
         merged = self.merge(pieces)
         content, calls = merged["delta"]["content"], merged["delta"].get("tool_calls")
@@ -123,7 +123,7 @@ class ChatReply(Reply):
         session = {"session": self._turn.report()} if self._turn is not None else {}
         return session | ({"cut_off_tool_calls": withheld} if withheld else {})
 
-    async def _keep(self, turn: Turn, choice: Choice, output: Output) -> None:
+    async def _keep(self, turn: Turn, choice: ReplyChoice, output: Output) -> None:
         """Put the answer into the session once it is whole, before its end is told."""
         self._pieces.append(choice | {"logprobs": None})
         self._token_ids += output.token_ids

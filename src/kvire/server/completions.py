@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from kvire.engine.request import Output
 from kvire.server.answers import until_client_gone
-from kvire.server.reply import Choice, Reply, merged_logprobs, whole_answer
+from kvire.server.reply import Reply, ReplyChoice, merged_logprobs, whole_answer
 from kvire.server.schemas import CompletionRequest, parse
 from kvire.server.service import Service, Sharing, service_of
 from kvire.server.stream import EventStream
@@ -50,7 +50,7 @@ class CompletionReply(Reply):
         self._prompts = prompts
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
-    async def take(self, prompt: int, output: Output) -> list[Choice]:
+    async def take(self, prompt: int, output: Output) -> list[ReplyChoice]:
         """See Reply."""
         index = prompt * self._call.n + output.index
         text, logprobs = output.text, None
@@ -66,7 +66,7 @@ class CompletionReply(Reply):
             return []
         return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}]
 
-    def merge(self, pieces: list[Choice]) -> Choice:
+    def merge(self, pieces: list[ReplyChoice]) -> ReplyChoice:
         """See Reply."""
         return {
             "index": pieces[0]["index"],
@@ -75,7 +75,7 @@ class CompletionReply(Reply):
             "finish_reason": pieces[-1]["finish_reason"],
         }
 
-    def join(self, pieces: list[Choice]) -> Choice:
+    def join(self, pieces: list[ReplyChoice]) -> ReplyChoice:
         """See Reply."""
         return self.merge(pieces)
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 from starlette.requests import Request
 
 from kvire.server.errors import ApiError, ClientGoneError
-from kvire.server.workers import Workers
+from kvire.server.workers import TokeniserThreads
 
 R = TypeVar("R")
 
@@ -31,7 +31,7 @@ _SURROGATE = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 class BodyReader:
     """Reads request bodies. max_body_bytes: of one. timeout_s: from its first byte to its last."""
 
-    def __init__(self, max_body_bytes: int, timeout_s: float, workers: Workers) -> None:
+    def __init__(self, max_body_bytes: int, timeout_s: float, workers: TokeniserThreads) -> None:
         self.max_body_bytes = max_body_bytes
         self.timeout_s = timeout_s
         self._workers = workers

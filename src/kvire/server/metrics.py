@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvire.core.report import MissReason
 from kvire.engine.client import EngineClient
-from kvire.store.tiered import LevelStats, StoreStats
+from kvire.store.tiered import HandleStats, StoreStats
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TPOT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -102,8 +102,8 @@ class EngineCollector(Collector):
         yield CounterMetricFamily("kvire_preemptions", "Answers that made room for older ones.", scheduler.preemptions)
 
 
-Reading = tuple[str, str, Callable[[LevelStats], float]]  # name, help, value
-GAUGES: tuple[Reading, ...] = (
+MetricReading = tuple[str, str, Callable[[HandleStats], float]]  # name, help, value
+GAUGES: tuple[MetricReading, ...] = (
     ("kvire_store_used_bytes", "Bytes that a tier takes.", lambda level: level.tier.used_bytes),
     ("kvire_store_limit_bytes", "Bytes that a tier may take; 0 for no limit of ours.",
      lambda level: level.tier.limit_bytes or 0),
@@ -115,7 +115,7 @@ GAUGES: tuple[Reading, ...] = (
     ("kvire_store_latency_seconds", "How long a tier took lately to give the first block.",
      lambda level: level.speed.latency_s),
 )  # fmt: skip
-COUNTERS: tuple[Reading, ...] = (
+COUNTERS: tuple[MetricReading, ...] = (
     ("kvire_store_loaded_blocks", "Blocks read and verified.", lambda level: level.counts.loaded_blocks),
     ("kvire_store_loaded_bytes", "Bytes of KV read and verified.", lambda level: level.counts.loaded_bytes),
     ("kvire_store_load_seconds", "Time that reads took, added up over threads.", lambda level: level.counts.load_s),
@@ -132,7 +132,7 @@ COUNTERS: tuple[Reading, ...] = (
 
 def store_metrics(stats: StoreStats) -> Iterator[Metric]:
     """What a store did, tier by tier; nothing where there is no tier."""
-    tiers = stats.levels.items()
+    tiers = stats.handles.items()
     if not tiers:
         return
     for name, text, value in GAUGES:

@@ -14,7 +14,7 @@ from kvire.server.answers import Answers, provenance, usage
 from kvire.server.json_text import JsonText, is_large, json_pieces, json_text
 from kvire.server.service import Service, new_id
 
-Choice = dict[str, Any]
+ReplyChoice = dict[str, Any]
 MERGED_PIECES = 256  # an answer's tokens are held as one piece each until there are so many
 
 
@@ -31,30 +31,30 @@ class Reply(ABC):
         self._created = int(time.time())
 
     @abstractmethod
-    async def take(self, prompt: int, output: Output) -> list[Choice]:
+    async def take(self, prompt: int, output: Output) -> list[ReplyChoice]:
         """Pieces of choices that an output adds, as a chunk shows them; the last has a finish_reason."""
 
     @abstractmethod
-    def merge(self, pieces: list[Choice]) -> Choice:
+    def merge(self, pieces: list[ReplyChoice]) -> ReplyChoice:
         """One piece that says the same as these of one choice."""
 
     @abstractmethod
-    def join(self, pieces: list[Choice]) -> Choice:
+    def join(self, pieces: list[ReplyChoice]) -> ReplyChoice:
         """The whole choice of all its pieces."""
 
     def extra(self) -> dict[str, Any]:
         """More for the kvire object, once all outputs are in."""
         return {}
 
-    def body(self, choices: list[Choice], results: Sequence[Result]) -> dict[str, Any]:
+    def body(self, choices: list[ReplyChoice], results: Sequence[Result]) -> dict[str, Any]:
         """The answer in one piece."""
         return {**self._head(self.whole), "choices": choices, "usage": usage(results), "kvire": self._kvire(results)}
 
-    def event(self, choices: list[Choice], *, with_usage: bool) -> dict[str, Any]:
+    def event(self, choices: list[ReplyChoice], *, with_usage: bool) -> dict[str, Any]:
         """A chunk of a stream. with_usage: null now, to be told in the last one."""
         return {**self._head(self.chunk), "choices": choices, **({"usage": None} if with_usage else {})}
 
-    def last_event(self, results: Sequence[Result], choices: list[Choice], *, with_usage: bool) -> dict[str, Any]:
+    def last_event(self, results: Sequence[Result], choices: list[ReplyChoice], *, with_usage: bool) -> dict[str, Any]:
         """The last chunk; it says where the KV came from."""
         counted = {"usage": usage(results)} if with_usage else {}
         return {**self._head(self.chunk), "choices": choices, **counted, "kvire": self._kvire(results)}
@@ -74,7 +74,7 @@ class Reply(ABC):
 
 async def whole_answer(answers: Answers, reply: Reply) -> Response:
     """Everything, once it is there."""
-    pieces: dict[int, list[Choice]] = {}
+    pieces: dict[int, list[ReplyChoice]] = {}
     async with answers:
         async for prompt, output in answers.outputs():
             for piece in await reply.take(prompt, output):
@@ -91,7 +91,7 @@ async def whole_answer(answers: Answers, reply: Reply) -> Response:
     return Response(await asyncio.to_thread(text) if is_large(body) else text(), media_type="application/json")
 
 
-def merged_logprobs(pieces: list[Choice]) -> dict[str, list[Any]] | None:
+def merged_logprobs(pieces: list[ReplyChoice]) -> dict[str, list[Any]] | None:
     """The logprobs objects of all pieces as one."""
     objects = [piece["logprobs"] for piece in pieces if piece["logprobs"] is not None]
     if not objects:
@@ -99,7 +99,7 @@ def merged_logprobs(pieces: list[Choice]) -> dict[str, list[Any]] | None:
     return {name: [entry for each in objects for entry in each[name]] for name in objects[0]}
 
 
-async def _packed(piece: Choice) -> Choice:
+async def _packed(piece: ReplyChoice) -> ReplyChoice:
     """The piece with its log-probabilities as the text that they become, which takes much less memory."""
     logprobs = piece["logprobs"]
     if logprobs is None:

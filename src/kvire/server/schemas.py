@@ -134,7 +134,7 @@ class PastToolCall(_Record):
     function: FunctionCall
 
 
-class Message(_Record):
+class ChatMessage(_Record):
     """One message of a conversation. Other fields that clients send back are dropped.
 
     function_call, audio: parts of the conversation that Kvire cannot pass on; they must be null.
@@ -205,7 +205,7 @@ class ChatRequest(SamplingFields):
     session: name of a chat that the server keeps; messages are then only the new ones (server/sessions.py).
     """
 
-    messages: Annotated[list[Message], Field(fail_fast=True), BeforeValidator(_messages)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True), BeforeValidator(_messages)]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0

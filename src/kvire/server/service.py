@@ -21,7 +21,7 @@ from kvire.server.options import ServerOptions
 from kvire.server.schemas import SamplingFields
 from kvire.server.token_text import TokenText
 from kvire.server.tools import as_templates_expect, chat_template
-from kvire.server.workers import Workers
+from kvire.server.workers import TokeniserThreads
 from kvire.sessions.folder import Sessions
 
 TOKENISING_THREADS = 2
@@ -43,7 +43,7 @@ class Service:
         self.model_name = model_name
         self.options = options
         self.metrics = Metrics(client, model_name)
-        self.workers = Workers(TOKENISING_THREADS, client.engine.config.max_queue)
+        self.workers = TokeniserThreads(TOKENISING_THREADS, client.engine.config.max_queue)
         self.bodies = BodyReader(options.max_body_bytes, options.body_timeout_s, self.workers)
         self.tokens = TokenText(self.tokenizer)
         self.template = chat_template(self.tokenizer)

@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 from kvire.server.answers import Answers, until_client_gone
 from kvire.server.errors import api_error, log_failure
 from kvire.server.json_text import json_text, written
-from kvire.server.reply import Choice, Reply
+from kvire.server.reply import Reply, ReplyChoice
 
 # After an error the client may read no more; it gets this long to take the last event.
 LAST_WORDS_S = 1.0
@@ -48,7 +48,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_events(self, send: Send) -> None:
-        held: list[Choice] = []  # the last choice to finish goes into the last chunk
+        held: list[ReplyChoice] = []  # the last choice to finish goes into the last chunk
         async for prompt, output in self._answers.outputs():
             for piece in await self._reply.take(prompt, output):
                 for choice in [piece] if piece["finish_reason"] is None else held:
@@ -65,7 +65,7 @@ class EventStream(Response):
             return False
         return True
 
-    async def _send_last(self, send: Send, choices: list[Choice]) -> None:
+    async def _send_last(self, send: Send, choices: list[ReplyChoice]) -> None:
         results = self._answers.results()
         if self._with_usage:
             await _send(send, await written(self._reply.event(choices, with_usage=True)))

@@ -11,7 +11,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Workers:
+class TokeniserThreads:
     """A few threads, and a bounded number of calls that wait for one."""
 
     def __init__(self, threads: int, max_waiting: int) -> None:

@@ -68,7 +68,7 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class SessionHeader:
     """The first line: enough to list sessions and to see whether one changed."""
 
     name: str
@@ -114,7 +114,7 @@ def pack(session: Session, key: TenantKey) -> bytes:
     return header + _cipher(key.secret, salt).encrypt(NONCE, lines, header + file.encode())
 
 
-def unpack_head(data: bytes, key: TenantKey, file: str) -> Head:
+def unpack_head(data: bytes, key: TenantKey, file: str) -> SessionHeader:
     """The head of a file called `file`. Raises SessionError where it is damaged, foreign or newer."""
     head = _head(_opened(data, key, file))
     if file != file_name(key, head.name):
@@ -154,9 +154,9 @@ def newer(version: int) -> SessionError:
     )
 
 
-def _head(lines: bytes) -> Head:
+def _head(lines: bytes) -> SessionHeader:
     try:
-        return Head.parse(lines.partition(b"\n")[0])
+        return SessionHeader.parse(lines.partition(b"\n")[0])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise damaged() from None
 

@@ -14,7 +14,7 @@ LOST = "lost"  # the tier's index led to something else
 GROWTH = 4  # a frame may have been replaced by a longer one since it was listed
 
 
-class Verdict(StrEnum):
+class CheckVerdict(StrEnum):
     """What reading one frame showed."""
 
     SOUND = "sound"
@@ -25,11 +25,11 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckedBlock:
     """About one block. cause: one word for what is not as it should be, else empty."""
 
     entry: Entry
-    verdict: Verdict
+    verdict: CheckVerdict
     cause: str = ""
 
 
@@ -47,16 +47,16 @@ class Checker:
         self._tenants = tenants
         self._buffer = bytearray()
 
-    def check(self, entry: Entry) -> Finding:
+    def check(self, entry: Entry) -> CheckedBlock:
         """Read a block; what looks damaged is read twice, since it may have been replaced meanwhile.
 
         Raises TierUnavailable.
         """
         finding = self._look(entry)
-        again = finding.verdict is Verdict.DAMAGED and finding.cause != LOST
+        again = finding.verdict is CheckVerdict.DAMAGED and finding.cause != LOST
         return self._look(entry) if again else finding
 
-    def _look(self, entry: Entry) -> Finding:
+    def _look(self, entry: Entry) -> CheckedBlock:
         damaged_before = self._tier.stats().evictions.get("damaged", 0)
         try:
             frame = self._read(entry)
@@ -66,14 +66,16 @@ class Checker:
         except BlockMissing:
             # a tier that finds another block in the place of this one has thrown it out of its index by now
             is_damage = self._tier.stats().evictions.get("damaged", 0) > damaged_before
-            return Finding(entry, Verdict.DAMAGED, LOST) if is_damage else Finding(entry, Verdict.GONE)
+            return (
+                CheckedBlock(entry, CheckVerdict.DAMAGED, LOST) if is_damage else CheckedBlock(entry, CheckVerdict.GONE)
+            )
         except FrameDamaged as error:
-            return Finding(entry, Verdict.DAMAGED, error.cause)
+            return CheckedBlock(entry, CheckVerdict.DAMAGED, error.cause)
         except FrameForeign as error:
-            return Finding(entry, Verdict.FOREIGN, error.cause)
+            return CheckedBlock(entry, CheckVerdict.FOREIGN, error.cause)
         if _claims(header) != (entry.id, entry.parent, entry.root, entry.tenant_tag, entry.index):
-            return Finding(entry, Verdict.DAMAGED, "misplaced")
-        return Finding(entry, Verdict.UNOPENED if is_sealed and tenant is None else Verdict.SOUND)
+            return CheckedBlock(entry, CheckVerdict.DAMAGED, "misplaced")
+        return CheckedBlock(entry, CheckVerdict.UNOPENED if is_sealed and tenant is None else CheckVerdict.SOUND)
 
     def _read(self, entry: Entry) -> memoryview:
         try:

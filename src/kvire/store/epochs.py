@@ -7,14 +7,14 @@ from typing import NamedTuple
 from kvire.codec.seal import TenantKey
 
 
-class Mark(NamedTuple):
+class Generation(NamedTuple):
     """When something began: how many forgets and clears there had been here, and the tag of its tenant's key."""
 
     epoch: int
     tag: bytes
 
 
-class Epochs:
+class Generations:
     """Whatever carries KV takes a mark along from where it began, and asks before and after it stores anything whether
     that is still current. tenant: the keyring's, whose keys other processes can forget, too. Thread-safe.
     """
@@ -26,16 +26,16 @@ class Epochs:
         self._all_since = 0
         self._since: dict[str, int] = {}
 
-    def mark(self, tenant: str) -> Mark:
+    def mark(self, tenant: str) -> Generation:
         """For what begins now. Raises StoreError."""
         now = self._now  # before the key: if a forget comes in between, the mark is from before it
-        return Mark(now, self._tenant(tenant).tag)
+        return Generation(now, self._tenant(tenant).tag)
 
-    def is_current(self, tenant: str, mark: Mark) -> bool:
+    def is_current(self, tenant: str, mark: Generation) -> bool:
         """Whether what began then may still be stored. Raises StoreError."""
         return self.is_recent(tenant, mark) and self._tenant(tenant).tag == mark.tag
 
-    def is_recent(self, tenant: str, mark: Mark) -> bool:
+    def is_recent(self, tenant: str, mark: Generation) -> bool:
         """Whether this process neither forgot the tenant nor cleared the store since."""
         return mark.epoch >= self._all_since and mark.epoch >= self._since.get(tenant, 0)
 

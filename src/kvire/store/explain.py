@@ -14,8 +14,8 @@ from kvire.codec.frame import prefix_bytes
 from kvire.core.errors import BlockMissing, FrameDamaged, FrameForeign, StoreError, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
-from kvire.store.level import Level
-from kvire.store.ticket import Failure, FailureReason
+from kvire.store.handle import TierHandle
+from kvire.store.ticket import FailureReason, LoadFailure
 from kvire.store.tier import Buffer
 
 COMPARED_CONTENTS = 64  # blocks may be so many times larger under another namespace
@@ -44,7 +44,7 @@ class Related(Protocol):
 
 
 @runtime_checkable
-class Noting(Protocol):
+class KeepsNotes(Protocol):
     """A tier that remembers namespaces beside the blocks. Both raise TierUnavailable."""
 
     def note_namespace(self, root: BlockKey, fields: Mapping[str, str]) -> None:
@@ -81,10 +81,10 @@ class MissQuery:
     id: BlockId | None = None
     content: bytes | None = None
     later: tuple[bytes, ...] = ()
-    failure: Failure | None = None
+    failure: LoadFailure | None = None
 
     @classmethod
-    def of(cls, record: BlockRecord, failure: Failure | None = None) -> Self:
+    def of(cls, record: BlockRecord, failure: LoadFailure | None = None) -> Self:
         """The query for a whole block."""
         return cls(
             record.parent, record.root, record.token_ids, record.tenant, record.id.group, record.id, record.content,
@@ -104,7 +104,7 @@ class Explanation:
     shared_tokens: int | None = None
 
 
-class Answer:
+class MissAnswer:
     """Of a question that is being worked on."""
 
     def __init__(self) -> None:
@@ -126,16 +126,21 @@ class Answer:
         self._done.set()
 
 
+Question = tuple[MissQuery, StoreMiss | None, MissAnswer]
+
+
 class Explainer:
     """Answers questions about misses, on one thread, from local tiers. Also remembers what was stored or damaged."""
 
-    def __init__(self, levels: Sequence[Level]) -> None:
-        self._levels = [level for level in levels if level.local]
+    def __init__(self, handles: Sequence[TierHandle]) -> None:
+        self._handles = [handle for handle in handles if handle.local]
         self._lock = threading.Lock()
         self._stored: OrderedDict[BlockId, str] = OrderedDict()  # to the tenant
         self._damaged: OrderedDict[BlockId, str] = OrderedDict()
         self._namespaces: OrderedDict[BlockKey, Mapping[str, str]] = OrderedDict()
-        self._questions: queue.Queue[tuple[MissQuery, StoreMiss | None, Answer] | None] = queue.Queue(QUEUED_QUERIES)
+        self._questions: queue.Queue[tuple[MissQuery, StoreMiss | None, MissAnswer] | None] = queue.Queue(
+            QUEUED_QUERIES
+        )
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -150,9 +155,9 @@ class Explainer:
             self._thread.join(join_s)
             self._thread = None
 
-    def ask(self, query: MissQuery) -> Answer:
+    def ask(self, query: MissQuery) -> MissAnswer:
         """Answered soon; at once, and without looking, while the queue is full or nobody works."""
-        answer = Answer()
+        answer = MissAnswer()
         reason = self._remembered(query)  # now: soon the block will be computed, and stored
         try:
             if self._thread is None:
@@ -212,8 +217,8 @@ class Explainer:
 
     def _roots_of(self, contents: Iterable[bytes]) -> set[BlockKey]:
         roots: set[BlockKey] = set()
-        for level in self._levels:
-            if isinstance(tier := level.tier, Related):
+        for handle in self._handles:
+            if isinstance(tier := handle.tier, Related):
                 with suppress(TierUnavailable):
                     for content in contents:
                         roots.update(tier.roots_of(content))
@@ -222,8 +227,8 @@ class Explainer:
     def _differing(self, root: BlockKey, others: Iterable[BlockKey]) -> tuple[str, ...]:
         """Names of the fields in which the closest of the others differs; () if none of them is known."""
         noted: dict[BlockKey, Mapping[str, str]] = {}
-        for level in self._levels:
-            if isinstance(tier := level.tier, Noting):
+        for handle in self._handles:
+            if isinstance(tier := handle.tier, KeepsNotes):
                 with suppress(TierUnavailable):
                     noted |= tier.namespaces()
         with self._lock:
@@ -239,8 +244,8 @@ class Explainer:
 
     def _shared_tokens(self, query: MissQuery) -> int | None:
         best: int | None = None
-        for level in self._levels:
-            if isinstance(tier := level.tier, Related):
+        for handle in self._handles:
+            if isinstance(tier := handle.tier, Related):
                 try:
                     children = tier.children(query.parent, query.group, COMPARED_CHILDREN)
                 except TierUnavailable:
@@ -248,7 +253,7 @@ class Explainer:
                 for child in children:
                     if child == query.id:
                         continue  # it has come since
-                    if (ids := _token_ids(level, tier, child, query)) is not None:
+                    if (ids := _token_ids(handle, tier, child, query)) is not None:
                         best = max(best or 0, _common_prefix(ids, query.token_ids))
         return best
 
@@ -269,11 +274,11 @@ def _remember(memory: OrderedDict[BlockId, str], block_id: BlockId, tenant: str)
         memory.popitem(last=False)
 
 
-def _token_ids(level: Level, tier: Related, block_id: BlockId, query: MissQuery) -> tuple[int, ...] | None:
+def _token_ids(handle: TierHandle, tier: Related, block_id: BlockId, query: MissQuery) -> tuple[int, ...] | None:
     """Of a stored block below the query's parent; None if it is not the tenant's, or cannot be read."""
     head = memoryview(bytearray(HEAD_BYTES))
     try:
-        header, ids = level.frames.token_ids(head[: tier.peek(block_id, head)], query.tenant)
+        header, ids = handle.frames.token_ids(head[: tier.peek(block_id, head)], query.tenant)
     except (BlockMissing, TierUnavailable, FrameDamaged, FrameForeign, StoreError):
         return None
     return ids if header.parent == query.parent else None

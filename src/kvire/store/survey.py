@@ -19,7 +19,7 @@ LEAST_PREFIX_DIGITS = 6  # of a key or root, as people shorten them
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class StoredChain:
     """Blocks from the start of a prompt up to one that no stored block builds on.
 
     key: of the last one. length: places from the first to the last. size_bytes, pinned: of all blocks that are here.
@@ -46,7 +46,7 @@ class _Path:
 
 
 @dataclass
-class Space:
+class SpaceUse:
     """The blocks of one namespace. fields: what was noted of it, or None. blocks: by key, one entry for each group."""
 
     root: BlockKey
@@ -87,7 +87,7 @@ class Space:
         fields = (self.fields or {}).items()
         return (self.tenant_tag, *sorted((name, value) for name, value in fields if name != "build"))
 
-    def chains(self) -> list[Chain]:
+    def chains(self) -> list[StoredChain]:
         """All chains, the one used last first."""
         parents = {entries[0].parent for entries in self.blocks.values()}
         chains = [self._chain_to(key) for key in self.blocks if key not in parents]
@@ -112,10 +112,10 @@ class Space:
         parent = BlockKey(entry.parent)
         return parent if parent in self.blocks and self.blocks[parent][0].index < entry.index else None
 
-    def _chain_to(self, key: BlockKey) -> Chain:
+    def _chain_to(self, key: BlockKey) -> StoredChain:
         entries, path = self.blocks[key], self._paths[key]
         lives = [entry.expires for entry in entries if entry.expires is not None]
-        return Chain(
+        return StoredChain(
             key=key,
             length=entries[0].index + 1,
             size_bytes=path.size_bytes,
@@ -150,23 +150,23 @@ class Survey:
 
     def __init__(self, entries: Iterable[Entry], notes: Mapping[BlockKey, Mapping[str, str]]) -> None:
         self.strange: list[Entry] = []
-        self._spaces: dict[BlockKey, Space] = {}
+        self._spaces: dict[BlockKey, SpaceUse] = {}
         for entry in entries:
             if not entry.root:
                 self.strange.append(entry)
                 continue
             root = BlockKey(entry.root)
             if (space := self._spaces.get(root)) is None:
-                space = self._spaces[root] = Space(root, entry.tenant_tag, notes.get(root))
+                space = self._spaces[root] = SpaceUse(root, entry.tenant_tag, notes.get(root))
             space.blocks[entry.id.key].append(entry)
 
     @property
-    def spaces(self) -> list[Space]:
+    def spaces(self) -> list[SpaceUse]:
         """All namespaces, the one used last first."""
         return sorted(self._spaces.values(), key=lambda space: -space.used)
 
     @property
-    def older_builds(self) -> list[Space]:
+    def older_builds(self) -> list[SpaceUse]:
         """Namespaces that no engine of a build in use reads any more.
 
         Of those that differ in the build alone, all but the build used last; and those noted before builds were.
@@ -185,11 +185,11 @@ class Survey:
         """Every block, strange ones left out."""
         return [entry for space in self._spaces.values() for entry in space.entries]
 
-    def space(self, prefix: str) -> Space:
+    def space(self, prefix: str) -> SpaceUse:
         """The namespace whose digest begins with these hexadecimal digits. Raises StoreError."""
         return self._spaces[_only_one("namespace", prefix, self._spaces)]
 
-    def find(self, prefix: str) -> tuple[Space, BlockKey]:
+    def find(self, prefix: str) -> tuple[SpaceUse, BlockKey]:
         """The block whose key begins with these hexadecimal digits. Raises StoreError."""
         owners = {key: space for space in self._spaces.values() for key in space.blocks}
         key = _only_one("block", prefix, owners)

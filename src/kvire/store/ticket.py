@@ -35,7 +35,7 @@ class FailureReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class LoadFailure:
     """Why a block is not there. detail: for people; names tiers and causes, never content."""
 
     reason: FailureReason
@@ -66,7 +66,7 @@ class _Part:
     remote: bool = False
     expected: bool = False
     source: TierKind | None = None
-    failure: Failure | None = None
+    failure: LoadFailure | None = None
 
 
 _PENDING = (LoadState.WAITING, LoadState.READING)
@@ -159,7 +159,7 @@ class Ticket:
         with self._lock:
             return self._parts[i].source
 
-    def failure(self, i: int) -> Failure | None:
+    def failure(self, i: int) -> LoadFailure | None:
         """Why a block could not be loaded, also once it is claimed."""
         with self._lock:
             return self._parts[i].failure
@@ -229,7 +229,7 @@ class Ticket:
             if self._deadline is not None and source is TierKind.REMOTE:
                 self._deadline = self._clock() + self._timeout_s
 
-    def fail(self, i: int, failure: Failure) -> None:
+    def fail(self, i: int, failure: LoadFailure) -> None:
         """Nobody has block i. No change if it was given up before."""
         with self._lock:
             part = self._parts[i]
@@ -237,7 +237,7 @@ class Ticket:
                 part.failure = failure
                 self._settle(part, LoadState.FAILED)
 
-    def give_up(self, failure: Failure) -> None:
+    def give_up(self, failure: LoadFailure) -> None:
         """The loader ends: begin no further read, fail what waits for one."""
         with self._lock:
             self._cancelled = True
@@ -288,10 +288,10 @@ class Ticket:
         if self._late or self._deadline is None or self._clock() < self._deadline:
             return
         self._late = True
-        failure = Failure(FailureReason.UNAVAILABLE, f"no block from a remote tier within {self._timeout_s:g} s")
+        failure = LoadFailure(FailureReason.UNAVAILABLE, f"no block from a remote tier within {self._timeout_s:g} s")
         self._fail_unattached(failure, lambda part: part.remote)
 
-    def _fail_unattached(self, failure: Failure, which: Callable[[_Part], bool]) -> None:
+    def _fail_unattached(self, failure: LoadFailure, which: Callable[[_Part], bool]) -> None:
         for part in self._parts:
             if part.state in _PENDING and not part.attached and which(part):
                 part.failure = part.failure or failure

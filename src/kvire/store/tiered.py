@@ -21,10 +21,10 @@ from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
 from kvire.plan.cost import Speed
 from kvire.store.asker import AnswerLate, Asker
-from kvire.store.epochs import Epochs, Mark
-from kvire.store.explain import Answer, Explainer, MissQuery, Noting
+from kvire.store.epochs import Generation, Generations
+from kvire.store.explain import Explainer, KeepsNotes, MissAnswer, MissQuery
+from kvire.store.handle import HandleCounts, TierHandle
 from kvire.store.keyring import Keyring
-from kvire.store.level import Level, LevelCounts
 from kvire.store.loader import Loader
 from kvire.store.memory.tier import Evicting, Fill
 from kvire.store.ticket import Ticket, Wanted
@@ -39,7 +39,7 @@ STALE_S = 2.0  # that forget and clear wait for writers in the middle of a block
 
 
 @dataclass(frozen=True, slots=True)
-class LevelStats:
+class HandleStats:
     """One tier: what it says itself, what the store did with it, what waits for it, and how fast it is.
 
     late: what its last answer that did not come in time was said to be; empty while answers come in time.
@@ -47,7 +47,7 @@ class LevelStats:
 
     kind: TierKind
     tier: TierStats
-    counts: LevelCounts
+    counts: HandleCounts
     queued_blocks: int
     queued_bytes: int
     speed: Speed
@@ -56,11 +56,11 @@ class LevelStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """levels: by tier name. saves: offered by the engine; dropped_saves: of those, taken for no tier. unadmitted:
+    """handles: by tier name. saves: offered by the engine; dropped_saves: of those, taken for no tier. unadmitted:
     dropped because their turn did not end in time. shared_reads: blocks that a load got from another load's read.
     """
 
-    levels: dict[str, LevelStats]
+    handles: dict[str, HandleStats]
     saves: int
     dropped_saves: int
     unadmitted: int
@@ -78,33 +78,35 @@ class TieredStore:
         self, tiers: Sequence[tuple[Tier, Frames]], keyring: Keyring, config: StoreConfig,
         *, buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     ) -> None:  # fmt: skip
-        self._levels = [Level(tier, frames, config.ttl_s) for tier, frames in tiers]
-        self._by_name = {level.name: level for level in self._levels}
-        if len(self._by_name) < len(self._levels):
-            raise StoreError(f"two tiers have the same name: {', '.join(level.name for level in self._levels)}")
+        self._handles = [TierHandle(tier, frames, config.ttl_s) for tier, frames in tiers]
+        self._by_name = {handle.name: handle for handle in self._handles}
+        if len(self._by_name) < len(self._handles):
+            raise StoreError(f"two tiers have the same name: {', '.join(handle.name for handle in self._handles)}")
         self._keyring = keyring
-        self._epochs = Epochs(keyring.tenant)
-        self._explainer = Explainer(self._levels)
+        self._epochs = Generations(keyring.tenant)
+        self._explainer = Explainer(self._handles)
         self._loader = Loader(
-            self._levels, self._promote, self._explainer.note_damaged, timeout_s=config.load_timeout_s
+            self._handles, self._promote, self._explainer.note_damaged, timeout_s=config.load_timeout_s
         )
         self._writer = WriteBehind(
-            self._levels, self._epochs, self._loader.idle, admission=config.admission, buffer_bytes=buffer_bytes,
+            self._handles, self._epochs, self._loader.idle, admission=config.admission, buffer_bytes=buffer_bytes,
             stored=self._explainer.note_stored,
         )  # fmt: skip
         self._askers = {
-            level.name: Asker(level.name) for level in self._levels if level.local and level.kind is not TierKind.MEMORY
+            handle.name: Asker(handle.name)
+            for handle in self._handles
+            if handle.local and handle.kind is not TierKind.MEMORY
         }
         self._tier_stats: dict[str, TierStats] = {}  # as last known, of tiers that are asked beside
         self._saves = self._dropped_saves = 0
         self._opened = False
-        for level in self._levels:
-            if isinstance(level.tier, Evicting):
-                level.tier.on_evict = partial(self._demote, level)
+        for handle in self._handles:
+            if isinstance(handle.tier, Evicting):
+                handle.tier.on_evict = partial(self._demote, handle)
 
     def remote_speed(self) -> Speed | None:
         """Of the first remote tier; None if there is none."""
-        return next((level.meter.speed() for level in self._levels if not level.local), None)
+        return next((handle.meter.speed() for handle in self._handles if not handle.local), None)
 
     def discard(self, ids: Sequence[BlockId]) -> None:
         """Remove blocks that nobody may meet, wherever they have got to. Queued behind what is being written."""
@@ -131,8 +133,8 @@ class TieredStore:
         self._explainer.stop(JOIN_S)
         for asker in self._askers.values():
             asker.stop(JOIN_S)
-        for level in self._levels:
-            level.tier.close()
+        for handle in self._handles:
+            handle.tier.close()
 
     def __enter__(self) -> Self:
         self.open()
@@ -153,31 +155,31 @@ class TieredStore:
         Waits ANSWER_S for a tier on a disk: whatever does not say so soon what it has, has nothing.
         """
         fastest: list[str | None] = [None] * len(ids)
-        for level in reversed(self._levels):
-            if level.local and ids:
+        for handle in reversed(self._handles):
+            if handle.local and ids:
                 try:
-                    held = self._asked(level, partial(level.promises, ids))
+                    held = self._asked(handle, partial(handle.promises, ids))
                 except AnswerLate:
-                    level.count(unavailable=1)
+                    handle.count(unavailable=1)
                     continue
-                except TierUnavailable:  # counted by the level
+                except TierUnavailable:  # counted by the handle
                     continue
-                fastest = [level.name if here else name for here, name in zip(held, fastest, strict=True)]
+                fastest = [handle.name if here else name for here, name in zip(held, fastest, strict=True)]
         return fastest
 
     def held_remotely(self, ids: Sequence[BlockId], timeout_s: float) -> list[str | None]:
         """As `held`, of remote tiers, up to timeout_s for each; who does not answer has nothing."""
         nearest: list[str | None] = [None] * len(ids)
-        for level in reversed(self._levels):
-            if not level.local and ids:
+        for handle in reversed(self._handles):
+            if not handle.local and ids:
                 with suppress(TierUnavailable):
-                    held = level.promises(ids, timeout_s)
-                    nearest = [level.name if here else name for here, name in zip(held, nearest, strict=True)]
+                    held = handle.promises(ids, timeout_s)
+                    nearest = [handle.name if here else name for here, name in zip(held, nearest, strict=True)]
         return nearest
 
     def load(self, wanted: Sequence[Wanted], *, from_the_back: bool = False) -> Ticket:
         """Begin to fetch blocks, in the order given or the reverse; returns at once. See Ticket."""
-        marks: dict[str, Mark] = {}
+        marks: dict[str, Generation] = {}
         with suppress(StoreError):  # a key file that cannot be read: the reads will say so
             marks = {tenant: self._epochs.mark(tenant) for tenant in {item.record.tenant for item in wanted}}
         return self._loader.load(wanted, from_the_back=from_the_back, marks=marks)
@@ -198,7 +200,7 @@ class TieredStore:
         """The request of these blocks is finished: with admission "turn" they are kept from now on."""
         self._writer.end_of_turn(ids)
 
-    def explain(self, query: MissQuery) -> Answer:
+    def explain(self, query: MissQuery) -> MissAnswer:
         """Why a block was missed, worked out in the background."""
         return self._explainer.ask(query)
 
@@ -209,20 +211,20 @@ class TieredStore:
     def note_namespace(self, root: BlockKey, fields: Mapping[str, str]) -> None:
         """Remember what a namespace says (its salt is left out), so that explain can name what differs."""
         shown = self._explainer.note_namespace(root, fields)
-        for level in self._levels:
-            if isinstance(level.tier, Noting):
-                self._writer.tell(level, partial(level.tier.note_namespace, root, shown))
+        for handle in self._handles:
+            if isinstance(handle.tier, KeepsNotes):
+                self._writer.tell(handle, partial(handle.tier.note_namespace, root, shown))
 
     def stats(self) -> StoreStats:
         """Counters, as of now; of a tier that does not say so soon, its own as last known."""
-        levels = {
-            level.name: LevelStats(
-                level.kind, self._stats_of(level), level.counts, *self._writer.queued(level), level.meter.speed(),
-                asker.error if (asker := self._askers.get(level.name)) else "",
+        handles = {
+            handle.name: HandleStats(
+                handle.kind, self._stats_of(handle), handle.counts, *self._writer.queued(handle), handle.meter.speed(),
+                asker.error if (asker := self._askers.get(handle.name)) else "",
             )
-            for level in self._levels
+            for handle in self._handles
         }  # fmt: skip
-        return StoreStats(levels, self._saves, self._dropped_saves, self._writer.unadmitted, self._loader.shared_reads)
+        return StoreStats(handles, self._saves, self._dropped_saves, self._writer.unadmitted, self._loader.shared_reads)
 
     def clear(self) -> int:
         """Remove every block from every tier; how many, counted once per tier. What is on its way is dropped.
@@ -260,47 +262,47 @@ class TieredStore:
         """Wait until all that was saved is in its tiers, or given up; False if that takes longer."""
         return self._writer.flush(timeout_s)
 
-    def _asked(self, level: Level, call: Callable[[], T]) -> T:
+    def _asked(self, handle: TierHandle, call: Callable[[], T]) -> T:
         """What a tier says, if it does so soon. Raises TierUnavailable."""
-        asker = self._askers.get(level.name)
+        asker = self._askers.get(handle.name)
         return call() if asker is None else asker.ask(call)
 
-    def _stats_of(self, level: Level) -> TierStats:
+    def _stats_of(self, handle: TierHandle) -> TierStats:
         try:
-            self._tier_stats[level.name] = self._asked(level, level.stats)
+            self._tier_stats[handle.name] = self._asked(handle, handle.stats)
         except TierUnavailable:
-            self._tier_stats.setdefault(level.name, TierStats())
-        return self._tier_stats[level.name]
+            self._tier_stats.setdefault(handle.name, TierStats())
+        return self._tier_stats[handle.name]
 
     def _everywhere(self, call: Callable[[Tier], int], trouble: str) -> list[int]:
         counts, failures = [], []
-        for level in self._levels:
+        for handle in self._handles:
             try:
-                with level.answers():
-                    counts.append(call(level.tier))
+                with handle.answers():
+                    counts.append(call(handle.tier))
             except TierUnavailable as error:
-                failures.append(f"{level.name}: {trouble}: {error}")
+                failures.append(f"{handle.name}: {trouble}: {error}")
         if failures:
             raise TierUnavailable("; ".join(failures))
         return counts
 
-    def _promote(self, record: BlockRecord, kv: Buffer, source: Level, marks: Mapping[str, Mark]) -> None:
-        """A block was read: hand it to the levels before the one that gave it."""
+    def _promote(self, record: BlockRecord, kv: Buffer, source: TierHandle, marks: Mapping[str, Generation]) -> None:
+        """A block was read: hand it to the handles before the one that gave it."""
         if source.kind is not TierKind.MEMORY:  # else it was noted when it came
             self._explainer.note_stored(record)
-        faster = self._levels[: self._levels.index(source)]
+        faster = self._handles[: self._handles.index(source)]
         if faster and (mark := marks.get(record.tenant)):
             self._writer.offer(
                 record, lambda out: np.copyto(np.asarray(out), np.asarray(kv)), faster, mark=mark, why="promoted"
             )
 
-    def _demote(self, level: Level, record: BlockRecord, fill: Fill) -> None:
-        """A level makes room: hand what it evicts to the next local one below, unless one below has it."""
-        below = [lower for lower in self._levels[self._levels.index(level) + 1 :] if lower.local]
+    def _demote(self, handle: TierHandle, record: BlockRecord, fill: Fill) -> None:
+        """A handle makes room: hand what it evicts to the next local one below, unless one below has it."""
+        below = [lower for lower in self._handles[self._handles.index(handle) + 1 :] if lower.local]
         try:
             if not below or any(lower.held([record.id])[0] for lower in below):
                 return
-            mark = self._writer.mark_of(level, record.tenant)
+            mark = self._writer.mark_of(handle, record.tenant)
         except (TierUnavailable, StoreError):
             return
-        self._writer.offer(record, partial(level.decode, record, fill), below[:1], mark=mark, why="demoted")
+        self._writer.offer(record, partial(handle.decode, record, fill), below[:1], mark=mark, why="demoted")

@@ -11,7 +11,7 @@ Work = Iterator[Callable[[], None]]
 log = logging.getLogger(__name__)
 
 
-class Workers:
+class WorkerThreads:
     """Threads over a queue of work, oldest first. Each item hands out pieces, which may run side by side."""
 
     def __init__(self, name: str, threads: int) -> None:

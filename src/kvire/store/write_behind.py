@@ -15,35 +15,35 @@ import numpy as np
 
 from kvire.core.errors import FrameDamaged, FrameForeign, StoreError
 from kvire.core.record import BlockId, BlockRecord
-from kvire.store.epochs import Epochs, Mark
-from kvire.store.level import Level
+from kvire.store.epochs import Generation, Generations
+from kvire.store.handle import TierHandle
 from kvire.store.tier import Buffer
-from kvire.store.write_queue import LEAST_BLOCKS, Buffers, Parcel, WriteQueue
+from kvire.store.write_queue import LEAST_BLOCKS, Buffers, PendingWrite, WriteQueue
 
 DEFAULT_BUFFER_BYTES = 64 << 20
 REMEMBERED_IDS = 1 << 16  # of blocks seen once, for admission
 
 
 class WriteBehind:
-    """Writers for `levels`. admission: "all", or "turn": a block waits until its turn ends or it is seen again, and
+    """Writers for `handles`. admission: "all", or "turn": a block waits until its turn ends or it is seen again, and
     the one that has waited longest makes room. buffer_bytes: for everything that waits, unless 8 blocks per tier are
     more. no_loads: see WriteQueue. stored: called with each block that a tier keeps. Starts nothing before `start`;
     thread-safe.
     """
 
     def __init__(
-        self, levels: Sequence[Level], epochs: Epochs, no_loads: threading.Event,
+        self, handles: Sequence[TierHandle], epochs: Generations, no_loads: threading.Event,
         *, admission: str = "all", buffer_bytes: int = DEFAULT_BUFFER_BYTES,
         stored: Callable[[BlockRecord], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self._epochs = epochs
         self._by_turn = admission == "turn"
-        self._share_bytes = buffer_bytes // max(1, len(levels) + self._by_turn)
+        self._share_bytes = buffer_bytes // max(1, len(handles) + self._by_turn)
         self._buffers = Buffers(buffer_bytes)
         self._condition = threading.Condition()
         self._queues = [
             WriteQueue(
-                level,
+                handle,
                 self._condition,
                 self._buffers,
                 self._share_bytes,
@@ -51,9 +51,9 @@ class WriteBehind:
                 stored=stored,
                 no_loads=no_loads,
             )
-            for level in levels
+            for handle in handles
         ]
-        self._waiting: OrderedDict[BlockId, Parcel] = OrderedDict()  # for the end of their turn
+        self._waiting: OrderedDict[BlockId, PendingWrite] = OrderedDict()  # for the end of their turn
         self._waiting_bytes = 0
         self._seen: OrderedDict[BlockId, None] = OrderedDict()
         self._threads: list[threading.Thread] = []
@@ -65,26 +65,26 @@ class WriteBehind:
         self._running = True
         for queue in self._queues:
             self._threads.append(
-                threading.Thread(target=queue.run, name=f"kvire write {queue.level.name}", daemon=True)
+                threading.Thread(target=queue.run, name=f"kvire write {queue.handle.name}", daemon=True)
             )
             self._threads[-1].start()
 
     def save(self, record: BlockRecord, kv: Buffer) -> bool:
         """Copy a block into the buffer, for every tier; False if nobody takes it (counted). Never waits for a tier."""
-        levels = [queue.level for queue in self._queues]
+        handles = [queue.handle for queue in self._queues]
         if self._by_turn:
             with self._condition:
                 if record.id in self._waiting:  # seen a second time
                     self._admit([record.id])
                     return True
-                levels = levels if self._was_seen(record.id) else []
-        return self.offer(record, lambda out: np.copyto(np.asarray(out), np.asarray(kv)), levels)
+                handles = handles if self._was_seen(record.id) else []
+        return self.offer(record, lambda out: np.copyto(np.asarray(out), np.asarray(kv)), handles)
 
     def offer(
-        self, record: BlockRecord, fill: Callable[[Buffer], None], levels: Sequence[Level],
-        *, mark: Mark | None = None, why: str = "saved",
+        self, record: BlockRecord, fill: Callable[[Buffer], None], handles: Sequence[TierHandle],
+        *, mark: Generation | None = None, why: str = "saved",
     ) -> bool:  # fmt: skip
-        """Queue a block for `levels`, or with none to wait for the end of its turn; False if there is no room for it.
+        """Queue a block for `handles`, or with none to wait for the end of its turn; False if there is no room for it.
 
         fill: writes its KV; it may raise FrameDamaged or FrameForeign. mark: of what fill reads, if that is older than
         this call.
@@ -94,15 +94,15 @@ class WriteBehind:
         except StoreError:  # the key file cannot be read: nothing can be stored
             return False
         with self._condition:
-            queues = [queue for queue in self._queues if queue.level in levels and record.id not in queue.ids]
-            if levels and not queues:
+            queues = [queue for queue in self._queues if queue.handle in handles and record.id not in queue.ids]
+            if handles and not queues:
                 return True  # on its way already
             taking = [queue for queue in queues if self._running and queue.has_room(record.kv_bytes)]
             for queue in queues:
-                queue.level.count(dropped=queue not in taking)
-            if not self._running or not self._queues or (levels and not taking):
+                queue.handle.count(dropped=queue not in taking)
+            if not self._running or not self._queues or (handles and not taking):
                 return False
-            parcel = Parcel(record, self._buffers.take(record.kv_bytes), mark, why)
+            parcel = PendingWrite(record, self._buffers.take(record.kv_bytes), mark, why)
             for queue in taking:
                 queue.reserve(parcel)
         try:
@@ -115,7 +115,7 @@ class WriteBehind:
         with self._condition:
             for queue in taking:
                 queue.put(parcel)
-            if not levels:
+            if not handles:
                 self._let_wait(parcel)
         return True
 
@@ -124,7 +124,7 @@ class WriteBehind:
         with self._condition:
             self._admit(ids)
             for queue in self._queues:
-                queue.tell(partial(queue.level.tier.touch, ids))
+                queue.tell(partial(queue.handle.tier.touch, ids))
 
     def end_of_turn(self, ids: Sequence[BlockId]) -> None:
         """Admit the blocks that wait for this."""
@@ -139,29 +139,29 @@ class WriteBehind:
                 self._forget_waiting(block_id)
             for queue in self._queues:
                 queue.drop(lambda parcel: parcel.record.id in unwanted)
-                queue.tell(partial(queue.level.tier.delete, tuple(ids), "discarded"), must=True)
+                queue.tell(partial(queue.handle.tier.delete, tuple(ids), "discarded"), must=True)
 
-    def tell(self, level: Level, call: Callable[[], object]) -> None:
+    def tell(self, handle: TierHandle, call: Callable[[], object]) -> None:
         """Have a tier's thread make a call that may raise TierUnavailable, which is then counted."""
         with self._condition:
-            self._queue_of(level).tell(call)
+            self._queue_of(handle).tell(call)
 
-    def queued(self, level: Level) -> tuple[int, int]:
+    def queued(self, handle: TierHandle) -> tuple[int, int]:
         """Blocks and bytes that wait for a tier or are being written to it."""
         with self._condition:
-            queue = self._queue_of(level)
+            queue = self._queue_of(handle)
             return len(queue.ids), queue.bytes
 
-    def mark_of(self, level: Level, tenant: str) -> Mark:
+    def mark_of(self, handle: TierHandle, tenant: str) -> Generation:
         """For what the thread of this tier meets there now: not newer than anything that it is writing. Raises
         StoreError.
         """
         mark = self._epochs.mark(tenant)
-        epochs = [parcel.mark.epoch for parcel in self._queue_of(level).writing]
+        epochs = [parcel.mark.epoch for parcel in self._queue_of(handle).writing]
         return mark._replace(epoch=min([mark.epoch, *epochs]))
 
     def drop_stale(self, timeout_s: float) -> bool:
-        """Drop what the last `Epochs.end` ended, and wait until nobody is writing any of it; False if that takes
+        """Drop what the last `Generations.end` ended, and wait until nobody is writing any of it; False if that takes
         longer. Whoever still writes then deletes it afterwards.
         """
         end = time.monotonic() + timeout_s
@@ -169,7 +169,7 @@ class WriteBehind:
             for block_id in [i for i, parcel in self._waiting.items() if not self._is_recent(parcel)]:
                 self._forget_waiting(block_id)
             for queue in self._queues:
-                queue.level.count(stale=queue.drop(lambda parcel: not self._is_recent(parcel)))
+                queue.handle.count(stale=queue.drop(lambda parcel: not self._is_recent(parcel)))
             return self._wait_until(
                 lambda: all(self._is_recent(parcel) for queue in self._queues for parcel in queue.writing), end
             )
@@ -197,10 +197,10 @@ class WriteBehind:
 
     # Under the lock
 
-    def _queue_of(self, level: Level) -> WriteQueue:
-        return next(queue for queue in self._queues if queue.level is level)
+    def _queue_of(self, handle: TierHandle) -> WriteQueue:
+        return next(queue for queue in self._queues if queue.handle is handle)
 
-    def _let_wait(self, parcel: Parcel) -> None:
+    def _let_wait(self, parcel: PendingWrite) -> None:
         """Until its turn ends."""
         size_bytes = parcel.record.kv_bytes
         share_bytes = max(self._share_bytes, LEAST_BLOCKS * size_bytes)
@@ -226,7 +226,7 @@ class WriteBehind:
             queues = [queue for queue in self._queues if block_id not in queue.ids]
             taking = [queue for queue in queues if queue.has_room(parcel.record.kv_bytes)]
             for queue in queues:
-                queue.level.count(dropped=queue not in taking)
+                queue.handle.count(dropped=queue not in taking)
             for queue in taking:
                 queue.reserve(parcel)
                 queue.put(parcel)
@@ -238,10 +238,10 @@ class WriteBehind:
         self._waiting_bytes -= parcel.record.kv_bytes
         self._buffers.give_back(parcel.kv)
 
-    def _is_recent(self, parcel: Parcel) -> bool:
+    def _is_recent(self, parcel: PendingWrite) -> bool:
         return self._epochs.is_recent(parcel.record.tenant, parcel.mark)
 
-    def _may_store(self, parcel: Parcel) -> bool:
+    def _may_store(self, parcel: PendingWrite) -> bool:
         return self._epochs.is_current(parcel.record.tenant, parcel.mark)
 
     def _wait_until(self, done: Callable[[], bool], end: float) -> bool:

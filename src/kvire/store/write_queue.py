@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from kvire.codec.buffers import aligned_buffer
 from kvire.core.errors import StoreError, TierUnavailable
 from kvire.core.record import BlockId, BlockRecord
-from kvire.store.epochs import Mark
-from kvire.store.level import Level
+from kvire.store.epochs import Generation
+from kvire.store.handle import TierHandle
 from kvire.store.tier import Buffer
 
 LEAST_BLOCKS = 8  # that each share has room for, however large they are
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Parcel:
+class PendingWrite:
     """A block in the buffer. mark: see Epochs. why: names the counter. queues: how many still need it."""
 
     record: BlockRecord
     kv: Buffer
-    mark: Mark
+    mark: Generation
     why: str
     queues: int = 0
 
@@ -69,12 +69,12 @@ class WriteQueue:
     """
 
     def __init__(
-        self, level: Level, condition: threading.Condition, buffers: Buffers, share_bytes: int,
-        *, may_store: Callable[[Parcel], bool], stored: Callable[[BlockRecord], None], no_loads: threading.Event,
+        self, handle: TierHandle, condition: threading.Condition, buffers: Buffers, share_bytes: int,
+        *, may_store: Callable[[PendingWrite], bool], stored: Callable[[BlockRecord], None], no_loads: threading.Event,
     ) -> None:  # fmt: skip
-        self.level = level
-        self.parcels: deque[Parcel] = deque()
-        self.writing: list[Parcel] = []
+        self.handle = handle
+        self.parcels: deque[PendingWrite] = deque()
+        self.writing: list[PendingWrite] = []
         self.ids: set[BlockId] = set()  # of parcels and writing
         self.bytes = 0  # of them
         # Small things to tell the tier. Of too many the oldest are lost, which costs recency and nothing else.
@@ -98,13 +98,13 @@ class WriteQueue:
         """Whether one more block may wait."""
         return self.bytes + size_bytes <= max(self._share_bytes, LEAST_BLOCKS * size_bytes)
 
-    def reserve(self, parcel: Parcel) -> None:
+    def reserve(self, parcel: PendingWrite) -> None:
         """The parcel will be put in; until then its place is taken."""
         self.ids.add(parcel.record.id)
         self.bytes += parcel.record.kv_bytes
         parcel.queues += 1
 
-    def put(self, parcel: Parcel) -> None:
+    def put(self, parcel: PendingWrite) -> None:
         """Queue a parcel that was reserved for."""
         self.parcels.append(parcel)
         self._condition.notify_all()
@@ -114,7 +114,7 @@ class WriteQueue:
         (self._musts if must else self._calls).append(call)
         self._condition.notify_all()
 
-    def done(self, parcel: Parcel) -> None:
+    def done(self, parcel: PendingWrite) -> None:
         """This queue needs the parcel no more."""
         self.ids.discard(parcel.record.id)
         self.bytes -= parcel.record.kv_bytes
@@ -123,7 +123,7 @@ class WriteQueue:
             self._buffers.give_back(parcel.kv)
         self._condition.notify_all()
 
-    def drop(self, which: Callable[[Parcel], bool]) -> int:
+    def drop(self, which: Callable[[PendingWrite], bool]) -> int:
         """Take parcels out that are not being written; how many."""
         dropped = [parcel for parcel in self.parcels if which(parcel)]
         for parcel in dropped:
@@ -134,7 +134,7 @@ class WriteQueue:
     def stop(self) -> None:
         """End the thread after what it is doing; what still waits is dropped and counted."""
         self._running = False
-        self.level.count(dropped=self.drop(lambda _: True))
+        self.handle.count(dropped=self.drop(lambda _: True))
         self._calls.clear()
         self._condition.notify_all()
 
@@ -143,17 +143,17 @@ class WriteQueue:
         scratch = aligned_buffer(0)
         while (calls := self._next()) is not None:
             self._no_loads.wait(LOADS_FIRST_S)
-            longest = max((self.level.frames.frame_bytes(parcel.record) for parcel in self.writing), default=0)
+            longest = max((self.handle.frames.frame_bytes(parcel.record) for parcel in self.writing), default=0)
             if len(scratch) < longest:
                 scratch = aligned_buffer(longest)
             try:
                 self._write_batch(scratch)
                 for call in calls:
-                    with suppress(TierUnavailable), self.level.answers():
+                    with suppress(TierUnavailable), self.handle.answers():
                         call()
             except Exception:  # a bug of a tier must not end the thread: nothing would be written any more
-                log.exception("writing to %s failed", self.level.name)
-                self.level.count(unavailable=1)
+                log.exception("writing to %s failed", self.handle.name)
+                self.handle.count(unavailable=1)
             finally:
                 for parcel in list(self.writing):
                     self._written(parcel)
@@ -178,36 +178,36 @@ class WriteQueue:
     def _write_batch(self, scratch: Buffer) -> None:
         parcels = list(self.writing)
         try:
-            needed = self.level.needs([parcel.record.id for parcel in parcels]) if parcels else []
+            needed = self.handle.needs([parcel.record.id for parcel in parcels]) if parcels else []
         except TierUnavailable:
-            self.level.count(dropped=len(parcels))
+            self.handle.count(dropped=len(parcels))
             return
         known = [parcel.record.id for parcel, is_needed in zip(parcels, needed, strict=True) if not is_needed]
-        self.level.count(known=len(known))
+        self.handle.count(known=len(known))
         for parcel, is_needed in zip(parcels, needed, strict=True):
             if is_needed:
                 self._write(parcel, scratch)
             self._written(parcel)
         if known:
-            self.level.tier.touch(known)
+            self.handle.tier.touch(known)
 
-    def _write(self, parcel: Parcel, scratch: Buffer) -> None:
+    def _write(self, parcel: PendingWrite, scratch: Buffer) -> None:
         record = parcel.record
         try:
-            kept = self.level.store(record, parcel.kv, scratch, parcel.mark.tag, lambda: self._may_store(parcel))
+            kept = self.handle.store(record, parcel.kv, scratch, parcel.mark.tag, lambda: self._may_store(parcel))
             if not self._may_store(parcel):
-                self.level.count(stale=1)
-                self.level.tier.delete([record.id], "forgotten")
+                self.handle.count(stale=1)
+                self.handle.tier.delete([record.id], "forgotten")
                 return
         except (TierUnavailable, StoreError):
-            self.level.count(dropped=1)
+            self.handle.count(dropped=1)
             return
         if kept:
             self._stored(record)
             if parcel.why != "saved":
-                self.level.count(**{parcel.why: 1})
+                self.handle.count(**{parcel.why: 1})
 
-    def _written(self, parcel: Parcel) -> None:
+    def _written(self, parcel: PendingWrite) -> None:
         with self._condition:
             self.writing.remove(parcel)
             self.done(parcel)

@@ -42,7 +42,7 @@ def what_generate_took_back_is_not_stored() -> None:
         with StoredCache.open(model, config(path)) as stored:
             expected = stored.generate(ids, **greedy(20))
             assert stored.store.flush(10)
-            assert stored.store.stats().levels["disk"].tier.blocks == 108 // BLOCK
+            assert stored.store.stats().handles["disk"].tier.blocks == 108 // BLOCK
             assert torch.equal(stored.generate(ids, **greedy(20)), expected)
             assert stored.report.reused_tokens == 96
 

@@ -99,7 +99,7 @@ def test_a_block_damaged_behind_the_index_moves_a_window(tmp_path, config) -> No
     with StoredCache.open(model, config) as stored:
         answer = stored.generate(IDS, **greedy(20))
         stored.store.flush(10)
-        disk = next(level.tier for level in stored.store._levels)
+        disk = next(level.tier for level in stored.store._handles)
         bad, read = BlockId(_keys(stored)[5], 0), disk.read
 
         def garbled(block_id, buffers, timeout_s=None) -> int:

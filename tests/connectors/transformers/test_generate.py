@@ -65,7 +65,7 @@ def test_more_than_the_buffer_of_what_is_being_written(tmp_path, config, monkeyp
     with StoredCache.open(model, config, block_size=1) as stored:
         stored.generate(prompt(200), **greedy(2))
         stored.store.flush(10)
-        assert stored.store.stats().levels["disk"].tier.blocks == 201
+        assert stored.store.stats().handles["disk"].tier.blocks == 201
 
 
 def test_samples_as_the_model_itself_does(model, config) -> None:
@@ -119,4 +119,4 @@ def test_positions_that_change_with_length(tmp_path, config) -> None:
             assert torch.equal(stored.generate(ids, **greedy(tokens)), plain.generate(ids, **greedy(tokens)))
             assert (stored.report.reused_tokens, stored.report.miss) == (reused, miss)
         stored.store.flush(10)
-        assert stored.store.stats().levels["disk"].tier.blocks == 4, "none beyond"
+        assert stored.store.stats().handles["disk"].tier.blocks == 4, "none beyond"

@@ -34,7 +34,7 @@ from kvire.core.config import StoreConfig
 from kvire.core.errors import BlockMissing, TierUnavailable
 from kvire.core.keys import Namespace
 from kvire.core.record import BlockId
-from kvire.store.check import Checker, Verdict
+from kvire.store.check import Checker, CheckVerdict
 from kvire.store.disk.segments import SegmentFiles
 from kvire.store.disk.tier import DiskTier
 from kvire.store.keyring import Keyring
@@ -225,7 +225,7 @@ def s44_files_that_vanish() -> None:
         no_place(path / "disk")
         for prompt in prompts:
             assert asked(store, prompt).stored_tokens == 0
-        assert store.stats().levels["disk"].counts.unavailable > 0, "it says that it is off"
+        assert store.stats().handles["disk"].counts.unavailable > 0, "it says that it is off"
 
 
 def s44_a_folder_without_permission() -> None:
@@ -239,7 +239,7 @@ def s44_a_folder_without_permission() -> None:
             asked(store)
         with store_over(disk, path) as store:
             assert asked(store).stored_tokens == 0
-            assert store.stats().levels["disk"].counts.unavailable > 0, "it says that it is off"
+            assert store.stats().handles["disk"].counts.unavailable > 0, "it says that it is off"
             (path / "disk").chmod(0o700)
             until(lambda: asked(store).stored_tokens == WHOLE)
 
@@ -262,7 +262,7 @@ def s45_many_processes_on_one_folder(rounds: int = 3) -> None:
         with DiskTier(place / "store") as tier:
             keyring = Keyring(herd.config(place).key_file)
             checker = Checker(tier, keyring, {keyring.tenant("").tag: ""})
-            assert {checker.check(entry).verdict for entry in tier.entries()} == {Verdict.SOUND}
+            assert {checker.check(entry).verdict for entry in tier.entries()} == {CheckVerdict.SOUND}
             until(lambda: tier.leftovers(free=False) == 0)
             known = {SegmentFiles.name(*segment) for segment in tier._ask("SELECT id, slot_bytes FROM segments")}
         index = {"index.db", "index.db-wal", "index.db-shm", "lock"}
@@ -295,7 +295,7 @@ def s50_a_remote_that_loses_halves() -> None:
                         file.write_bytes(b"")
                     case 3:
                         file.write_bytes(dice.choice([one for one in objects if one.exists()]).read_bytes())
-        [level] = store.stats().levels.values()
+        [level] = store.stats().handles.values()
         assert 0 < found < 5 * 10 * 28
         assert level.counts.damaged > 0 and broken_ones > 20
 

@@ -414,7 +414,7 @@ def test_both_sides_of_one_process_use_one_store(tmp_path: Path) -> None:
     assert scheduler.store.held([BlockId(BlockKey(bytes(32)), 0)]) == [None], "still open"
     scheduler.close()
     alone = SharedStore(config, kv_dtype="float32", buffer_bytes=1 << 20, moves_kv=False)
-    assert list(alone.store.stats().levels) == ["disk"], "in another process a memory tier would be empty"
+    assert list(alone.store.stats().handles) == ["disk"], "in another process a memory tier would be empty"
     alone.close()
     with pytest.raises(ConfigError, match="ram alone"):
         SharedStore(StoreConfig(ram_bytes=1 << 20), kv_dtype="float32", buffer_bytes=1 << 20, moves_kv=False)

@@ -135,7 +135,7 @@ def drafts_cost_no_block() -> None:
             request = engine.run(Request("a", list(range(10))), answer=40, drafts=3)
             engine.close()
             assert store.flush(waiting.PATIENCE_S)
-            assert store.stats().levels["memory"].tier.blocks >= (request.num_tokens - 1 - 3) // TOKENS
+            assert store.stats().handles["memory"].tier.blocks >= (request.num_tokens - 1 - 3) // TOKENS
             again = SmallEngine(store)
             longer = again.run(Request("b", list(request.all_token_ids)))
             assert longer.stored_tokens >= (request.num_tokens - 1 - 3) // TOKENS * TOKENS

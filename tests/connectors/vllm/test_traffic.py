@@ -97,7 +97,7 @@ def test_a_block_that_is_gone_costs_the_rest_of_the_hit(store: TieredStore) -> N
     def match_and_lose(which: Request, tokens: int) -> int | None:
         found = match(which, tokens)
         lost = engine.scheduler._tracked["b"].chain.record(3, 0, 0).id
-        store._levels[0].tier.delete([lost], "room")
+        store._handles[0].tier.delete([lost], "room")
         return found
 
     engine.scheduler.match = match_and_lose
@@ -134,8 +134,8 @@ def test_traffic(store: TieredStore, groups: tuple[Group, ...], seed: int) -> No
                     hits += request.stored_tokens
                     engine.finish(request)
             if dice.random() < 0.1:
-                entries = list(store._levels[0].tier.entries())
-                store._levels[0].tier.delete([entry.id for entry in dice.sample(entries, len(entries) // 8)], "room")
+                entries = list(store._handles[0].tier.entries())
+                store._handles[0].tier.delete([entry.id for entry in dice.sample(entries, len(entries) // 8)], "room")
         for request in list(engine.requests.values()):
             if request.state != "gone":
                 engine.finish(request)

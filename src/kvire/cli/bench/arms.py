@@ -13,7 +13,7 @@ from kvire.bench.kvire_arm import KvireArm
 from kvire.bench.metrics import Slo
 from kvire.bench.run import new_nonce
 from kvire.bench.settings import Settings
-from kvire.bench.states import State
+from kvire.bench.states import TierState
 from kvire.bench.tokens import token_ids
 from kvire.bench.traces import TraceScale
 from kvire.bench.url_arm import UrlArm, check_states
@@ -142,23 +142,23 @@ def _fields(text: str | None) -> dict[str, Any] | None:
     return fields
 
 
-def _states(given: Given) -> tuple[State, ...]:
+def _states(given: Given) -> tuple[TierState, ...]:
     """Those asked for, else all that every arm has."""
     if given["state"] is not None:
         letters = given["state"].replace(",", "").replace(" ", "").upper()
         try:
-            return tuple(dict.fromkeys(State(letter) for letter in letters))
+            return tuple(dict.fromkeys(TierState(letter) for letter in letters))
         except ValueError:
             raise ConfigError(f"--state takes the letters of E, G, R, D, N, W and Z; got {given['state']!r}") from None
     if given["url"] is not None:
-        return (State.E, State.W, State.Z)
+        return (TierState.E, TierState.W, TierState.Z)
     against = given["against"] or ""
     if against.startswith(("http://", "https://")):
-        return (State.E, State.W, State.Z)
+        return (TierState.E, TierState.W, TierState.Z)
     if "--no-store" in (*given["options"].split(), *against.split()):
-        return (State.E, State.G, State.Z)
-    remote = (State.N,) if given["remote"] is not None else ()
-    return (State.E, State.G, State.R, State.D, *remote, State.Z)
+        return (TierState.E, TierState.G, TierState.Z)
+    remote = (TierState.N,) if given["remote"] is not None else ()
+    return (TierState.E, TierState.G, TierState.R, TierState.D, *remote, TierState.Z)
 
 
 def _words(text: str) -> tuple[str, ...]:

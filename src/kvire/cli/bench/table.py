@@ -10,13 +10,13 @@ from rich.table import Table
 
 from kvire.bench import figures
 from kvire.bench.compare import Comparison, Ratio, within
-from kvire.bench.results import Report, Row
-from kvire.bench.states import NAMES, State
+from kvire.bench.results import BenchReport, BenchRow
+from kvire.bench.states import NAMES, TierState
 
 WIDE = 150  # columns of a terminal that show every figure
 
 
-def print_report(report: Report) -> None:
+def print_report(report: BenchReport) -> None:
     """Figures, what has to be read beside them, and B over A where there are two arms."""
     out = Console()
     columns = [column for column in figures.FIGURES if out.width >= WIDE or column[0] in figures.BRIEF]
@@ -37,7 +37,7 @@ def print_report(report: Report) -> None:
         _print_ratios(out, within(report))
 
 
-def _title(report: Report, row: Row) -> str:
+def _title(report: BenchReport, row: BenchRow) -> str:
     many = f", {row['concurrency']} at once" if row["concurrency"] > 1 else ""
     arm = f" (arm {row['arm']}, {row['model']})" if len(report["arms"]) > 1 else ""
     return f"{row['workload']}, {row['context_tokens']:,} tokens{many}{arm}"
@@ -69,7 +69,7 @@ def print_comparison(comparison: Comparison, *, as_json: bool) -> None:
 def _print_ratios(out: Console, ratios: Sequence[Ratio]) -> None:
     table = Table("workload", "context", "at once", "state", "", "first", "second", "ratio", box=None, pad_edge=False)
     for one in ratios:
-        state = State(one.row["state"])
+        state = TierState(one.row["state"])
         table.add_row(
             one.row["workload"],
             f"{one.row['context_tokens']:,}",

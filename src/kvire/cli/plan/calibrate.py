@@ -19,7 +19,7 @@ from kvire.core.errors import ConfigError, KvireError
 from kvire.core.memory import available_bytes
 from kvire.llm import LLM
 from kvire.models.planned import find_model
-from kvire.plan.calibration import TIERS, Asked, Measured, Samples, record
+from kvire.plan.calibration import TIERS, Asked, CalibrationSamples, CalibrationTimes, record
 
 LENGTHS = (256, 1024, 3072)  # of prompts; a plan between and a little beyond them is measured, the rest is scaled
 REPEATS = 3
@@ -38,12 +38,12 @@ def measure(model: str, kv_dtype: str, lengths: Sequence[int] = LENGTHS, repeats
     """
     shape, free = find_model(model).shape, available_bytes()
     samples = collect(model, kv_dtype, lengths, repeats)
-    return record(Measured(model, kv_dtype, cpu_name(), torch.get_num_threads(), free), shape, samples)
+    return record(CalibrationTimes(model, kv_dtype, cpu_name(), torch.get_num_threads(), free), shape, samples)
 
 
-def collect(model: str, kv_dtype: str, lengths: Sequence[int], repeats: int) -> Samples:
+def collect(model: str, kv_dtype: str, lengths: Sequence[int], repeats: int) -> CalibrationSamples:
     """Times in the states E, G, R and D, length after length, so that a machine's moods touch all alike."""
-    samples = Samples()
+    samples = CalibrationSamples()
     with Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as bars:
         task = bars.add_task("measuring this machine", total=2 * repeats * len(lengths))
         for state in ("R", "D"):
@@ -75,7 +75,12 @@ class _Place:
 
 
 def _one_tier(
-    place: _Place, model: str, kv_dtype: str, lengths: Sequence[int], samples: Samples, advance: Callable[[], object]
+    place: _Place,
+    model: str,
+    kv_dtype: str,
+    lengths: Sequence[int],
+    samples: CalibrationSamples,
+    advance: Callable[[], object],
 ) -> None:
     """Every length: nothing kept (E), the pool (G), another question on it, and with an empty pool the tier."""
     name = TIERS[place.state]

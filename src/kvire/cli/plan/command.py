@@ -29,7 +29,7 @@ from kvire.plan.plan import Plan, PlannedModel, predictor
 from kvire.plan.read_shape import read_shape
 from kvire.plan.report import as_text, build
 from kvire.plan.shape import Storage
-from kvire.plan.sizing import Usage
+from kvire.plan.sizing import ServingUse
 from kvire.report.charts import picture_kind
 
 calibration = deferred("kvire.cli.plan.calibrate")
@@ -89,7 +89,9 @@ def plan(
     found, kept = _find(name), make.Kept(**model)
     if calibrate:
         machine = _calibrate(name, machine, kept.kv_dtype)
-    planned = make.make(found, kept, make.Hardware(**machine), make.Reused(**reuse), Usage(**use), make.Spent(**money))
+    planned = make.make(
+        found, kept, make.Hardware(**machine), make.Reused(**reuse), ServingUse(**use), make.Spent(**money)
+    )
     if check is not None:
         _check(planned, check, out, as_json=as_json)
         return

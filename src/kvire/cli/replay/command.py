@@ -18,7 +18,7 @@ from kvire.models.planned import find_model
 from kvire.plan.shape import Storage
 from kvire.replay.formats import read_trace
 from kvire.replay.policies import DEFAULT_POLICIES, POLICIES
-from kvire.replay.report import Size, TierSize, TokenKV, build, build_tiers
+from kvire.replay.report import CapacitySize, TierSize, TokenKV, build, build_tiers
 from kvire.replay.trace import Trace
 from kvire.report.charts import picture_kind
 
@@ -159,18 +159,18 @@ def _tiers(asked: list[str], trace: "Trace", kv: "TokenKV | None") -> "list[Tier
     return [TierSize(name, sizes[name]) for name in TIERS if name in sizes]
 
 
-def _size(text: str, trace: "Trace", kv: "TokenKV | None") -> "Size":
+def _size(text: str, trace: "Trace", kv: "TokenKV | None") -> "CapacitySize":
     """A capacity as people write it. Raises ConfigError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)\s*(%?)\s*", text.lower())
     if match is None:
         size_bytes = parse_size(text, "--capacity")
         if kv is None:
             raise ConfigError(f"how many tokens are {text}? add --model MODEL or --bytes-per-token N")
-        return Size(size_bytes // kv.bytes_per_token, size_bytes)
+        return CapacitySize(size_bytes // kv.bytes_per_token, size_bytes)
     number, unit, percent = match.groups()
     if percent:
         tokens = int(float(number) * TOKEN_UNITS[unit] * trace.working_set_tokens / 100)
         tokens = max(tokens, trace.block_tokens)
     else:
         tokens = int(float(number) * TOKEN_UNITS[unit])
-    return Size(tokens, None if kv is None else tokens * kv.bytes_per_token)
+    return CapacitySize(tokens, None if kv is None else tokens * kv.bytes_per_token)

@@ -9,7 +9,7 @@ import typer
 
 from kvire.cli.store import show
 from kvire.cli.store.options import Json, KeyFile, Where, Yes, ask
-from kvire.cli.store.place import Place, late_progress, opened, sessions_of
+from kvire.cli.store.place import OpenedStore, late_progress, opened, sessions_of
 from kvire.core.errors import StoreError
 from kvire.core.memory import format_size
 from kvire.models.progress import Progress
@@ -112,7 +112,7 @@ def gc(
     (show.print_json if as_json else _print_gc)(values)
 
 
-def _garbage(place: Place, report: Progress, ttl_s: float | None, *, unreadable: bool) -> Garbage:
+def _garbage(place: OpenedStore, report: Progress, ttl_s: float | None, *, unreadable: bool) -> Garbage:
     now, notes = time.time(), place.notes()
     expired, foreign, rest = list[Entry](), list[Entry](), list[Entry]()
     for entry in place.entries(report):
@@ -140,13 +140,13 @@ def _is_expired(entry: Entry, now: float, ttl_s: float | None) -> bool:
     return ttl_s is not None and entry.used + ttl_s <= now
 
 
-def _leftovers(place: Place, *, free: bool) -> int:
+def _leftovers(place: OpenedStore, *, free: bool) -> int:
     """Bytes that crashes left claimed; only a folder's tier has such."""
     tier = place.tier
     return place.patiently(lambda: tier.leftovers(free=free)) if isinstance(tier, DiskTier) else 0
 
 
-def _unreadable_sessions(place: Place) -> list[bytes]:
+def _unreadable_sessions(place: OpenedStore) -> list[bytes]:
     """Tags of tenants whose key is not at hand and that have sessions here."""
     if place.folder is None or not (place.folder / SESSIONS).is_dir():
         return []

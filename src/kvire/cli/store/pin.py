@@ -6,7 +6,7 @@ from pathlib import Path
 from kvire.cli.lazy import deferred
 from kvire.cli.store import show
 from kvire.cli.store.options import Json, KeyFile, Keys, NamespaceOption, PromptFile, PromptModel, Raw, WhereOption
-from kvire.cli.store.place import Place, late_progress, opened
+from kvire.cli.store.place import OpenedStore, late_progress, opened
 from kvire.core.errors import ConfigError, StoreError
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId
@@ -18,7 +18,7 @@ prompts = deferred("kvire.cli.store.prompt")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BlockChoice:
     """Which blocks to pin: by KEY, by namespace, or those of a prompt. Exactly one of them."""
 
     keys: list[str]
@@ -34,7 +34,7 @@ class Choice:
         if (self.prompt is None) != (self.model is None):
             raise ConfigError("--prompt FILE and --model MODEL go together: the model's tokenizer makes the keys")
 
-    def of_prompt(self, place: Place, report: Progress) -> set[BlockKey]:
+    def of_prompt(self, place: OpenedStore, report: Progress) -> set[BlockKey]:
         """Keys of the prompt's blocks; none without a prompt."""
         if self.prompt is None or self.model is None:
             return set()
@@ -71,7 +71,7 @@ def pin(
     With KEY, everything before it is pinned, too, since it is of no use alone. Pinned blocks take room from all
     others. In Redis and object stores a pin ends expiry; what the server evicts for want of memory is its own setting.
     """
-    chosen = Choice(keys or [], namespace, prompt, model, raw)
+    chosen = BlockChoice(keys or [], namespace, prompt, model, raw)
     _mark(where, key_file, chosen, pinned=True, as_json=as_json)
 
 
@@ -86,11 +86,11 @@ def unpin(
     as_json: Json = False,
 ) -> None:
     """Let pinned blocks go when room is needed. Blocks that other pinned ones build on stay pinned."""
-    chosen = Choice(keys or [], namespace, prompt, model, raw)
+    chosen = BlockChoice(keys or [], namespace, prompt, model, raw)
     _mark(where, key_file, chosen, pinned=False, as_json=as_json)
 
 
-def _mark(where: str | None, key_file: Path | None, chosen: Choice, *, pinned: bool, as_json: bool) -> None:
+def _mark(where: str | None, key_file: Path | None, chosen: BlockChoice, *, pinned: bool, as_json: bool) -> None:
     """Pin or unpin."""
     chosen.check()
     with opened(where, key_file) as place, late_progress() as report:

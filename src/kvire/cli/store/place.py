@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OpenedStore:
     """One opened store. folder: of a disk tier, else None. tenants: names by tag, as far as their keys are at hand."""
 
     name: str
@@ -102,7 +102,7 @@ class Place:
 
 
 @contextmanager
-def opened(where: str | None, key_file: Path | None) -> Iterator[Place]:
+def opened(where: str | None, key_file: Path | None) -> Iterator[OpenedStore]:
     """The store at a folder or URL; None: the default folder. Makes nothing, neither a store nor a key file.
 
     Raises StoreError, also for a tier that stops answering while it is used, or ConfigError.
@@ -122,14 +122,14 @@ def opened(where: str | None, key_file: Path | None) -> Iterator[Place]:
             tier.namespaces()  # opens it
         else:
             tier.held([NOBODY])
-        yield Place(name, tier, folder, keyring, tenants)
+        yield OpenedStore(name, tier, folder, keyring, tenants)
     except TierUnavailable as error:
         raise StoreError(_why_not(name, error, remote=folder is None)) from error
     finally:
         tier.close()
 
 
-def sessions_of(place: Place) -> Sessions:
+def sessions_of(place: OpenedStore) -> Sessions:
     """The sessions of a folder's store."""
     assert place.folder is not None
     return Sessions(place.folder, place.keyring, 0)

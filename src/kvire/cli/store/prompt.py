@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
-from kvire.cli.store.place import Place
+from kvire.cli.store.place import OpenedStore
 from kvire.core.errors import ConfigError, StoreError, UnsupportedModelError
 from kvire.core.keys import BlockKey, Namespace, block_keys
 from kvire.models.chat import encode_chat
@@ -18,7 +18,7 @@ from kvire.models.resolve import resolve
 from kvire.models.rope import fix_longrope
 
 
-def prompt_keys(place: Place, model: str, text: str, *, raw: bool, report: Progress) -> set[BlockKey]:
+def prompt_keys(place: OpenedStore, model: str, text: str, *, raw: bool, report: Progress) -> set[BlockKey]:
     """Keys of the prompt's full blocks, in each namespace of the model that was noted and whose tenant is at hand.
 
     A namespace is the model's if weights and config are; what else it says is taken from the note, and the digest of
@@ -63,7 +63,7 @@ def read_prompts(texts: list[str], files: list[Path]) -> dict[str, str]:
     return prompts
 
 
-def _known(place: Place, root: BlockKey, noted: dict[str, str]) -> Namespace | None:
+def _known(place: OpenedStore, root: BlockKey, noted: dict[str, str]) -> Namespace | None:
     """The namespace that was noted, with the salt of the tenant whose it is; None if that key is not at hand."""
     given: dict[str, Any] = {f.name: noted[f.name] for f in fields(Namespace) if f.name in noted}
     try:

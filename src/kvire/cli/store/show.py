@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvire.cli.store.place import Place
+from kvire.cli.store.place import OpenedStore
 from kvire.codec.frame import VERSION as FRAME_VERSION
 from kvire.core.memory import format_size
 from kvire.store.disk.index import FORMAT as INDEX_FORMAT
 from kvire.store.disk.tier import DiskTier
-from kvire.store.survey import Chain, Space, Survey
+from kvire.store.survey import SpaceUse, StoredChain, Survey
 from kvire.store.tier import Entry
 
 SHORT = 12  # hexadecimal digits that people see of a digest
@@ -22,7 +22,7 @@ UNITS_S = (("s", 120), ("min", 120), ("h", 48))  # and how many of each before t
 FACTORS = (60, 60, 24)
 
 
-def space_values(place: Place, space: Space) -> dict[str, Any]:
+def space_values(place: OpenedStore, space: SpaceUse) -> dict[str, Any]:
     """One namespace, without its chains."""
     return {
         "namespace": space.root.hex(),
@@ -43,7 +43,7 @@ def totals(entries: list[Entry]) -> dict[str, Any]:
     }
 
 
-def chain_values(space: Space, chain: Chain) -> dict[str, Any]:
+def chain_values(space: SpaceUse, chain: StoredChain) -> dict[str, Any]:
     """One chain. tokens: None if the namespace was not noted."""
     return {
         "key": chain.key.hex(),
@@ -58,7 +58,7 @@ def chain_values(space: Space, chain: Chain) -> dict[str, Any]:
     }
 
 
-def listing_values(place: Place, survey: Survey, tenant_tag: bytes | None, limit: int) -> dict[str, Any]:
+def listing_values(place: OpenedStore, survey: Survey, tenant_tag: bytes | None, limit: int) -> dict[str, Any]:
     """What `ls` says."""
     namespaces = []
     for space in survey.spaces:
@@ -74,7 +74,7 @@ def listing_values(place: Place, survey: Survey, tenant_tag: bytes | None, limit
     return {"store": place.name, "namespaces": namespaces}
 
 
-def stat_values(place: Place, survey: Survey) -> dict[str, Any]:
+def stat_values(place: OpenedStore, survey: Survey) -> dict[str, Any]:
     """What `stat` says."""
     older = {space.root for space in survey.older_builds}
     tier, stats = place.tier, place.tier.stats()

@@ -9,9 +9,10 @@ import typer
 
 from kvire.cli.store import show
 from kvire.cli.store.options import Json, KeyFile, Where
-from kvire.cli.store.place import Place, late_progress, opened
-from kvire.store.check import Checker, Finding, Verdict
+from kvire.cli.store.place import OpenedStore, late_progress, opened
+from kvire.store.check import CheckedBlock, Checker, CheckVerdict
 
+NAMED = frozenset({CheckVerdict.DAMAGED, CheckVerdict.FOREIGN})  # verdicts whose blocks are listed
 MOST_NAMED = 20  # damaged blocks that people see by name
 
 
@@ -42,16 +43,18 @@ def _check(where: str | None, key_file: Path | None, *, sample: int | None, remo
     """Verify or scrub. Exits with status 1 if blocks are damaged and stay."""
     with opened(where, key_file) as place:
         findings = _findings(place, sample)
-        damaged = [finding for finding in findings if finding.verdict is Verdict.DAMAGED]
+        damaged = [finding for finding in findings if finding.verdict is CheckVerdict.DAMAGED]
         with late_progress() as report:
             removed = place.delete([finding.entry for finding in damaged], "damaged", report) if remove else 0
     counts = Counter(str(finding.verdict) for finding in findings)
     values = {
         "store": place.name,
         "checked": len(findings),
-        **{str(verdict): counts[str(verdict)] for verdict in Verdict},
+        **{str(verdict): counts[str(verdict)] for verdict in CheckVerdict},
         "removed": removed,
-        "findings": [_values(finding) for finding in findings if finding.verdict in {Verdict.DAMAGED, Verdict.FOREIGN}],
+        "findings": [
+            _values(finding) for finding in findings if finding.verdict in {CheckVerdict.DAMAGED, CheckVerdict.FOREIGN}
+        ],
     }
     if as_json:
         show.print_json(values)
@@ -61,7 +64,7 @@ def _check(where: str | None, key_file: Path | None, *, sample: int | None, remo
         raise typer.Exit(1)
 
 
-def _findings(place: Place, sample: int | None) -> list[Finding]:
+def _findings(place: OpenedStore, sample: int | None) -> list[CheckedBlock]:
     with late_progress() as report:
         entries = list(place.entries(report))
         if sample is not None and sample < len(entries):
@@ -74,7 +77,7 @@ def _findings(place: Place, sample: int | None) -> list[Finding]:
     return findings
 
 
-def _values(finding: Finding) -> dict[str, Any]:
+def _values(finding: CheckedBlock) -> dict[str, Any]:
     return {
         "key": finding.entry.id.key.hex(),
         "group": finding.entry.id.group,
@@ -93,7 +96,7 @@ def _print(values: dict[str, Any], *, remove: bool) -> None:
         parts.append(f"{values['gone']:,} gone meanwhile")
     parts.append(f"{values['damaged']:,} damaged" + (f", {values['removed']:,} removed" if remove else ""))
     print(f"{values['store']}: {values['checked']:,} blocks read: {', '.join(parts)}")
-    damaged = [finding for finding in values["findings"] if finding["verdict"] == str(Verdict.DAMAGED)]
+    damaged = [finding for finding in values["findings"] if finding["verdict"] == str(CheckVerdict.DAMAGED)]
     for finding in damaged[:MOST_NAMED]:
         print(f"  {finding['key']} group {finding['group']}: {finding['cause']}")
     if len(damaged) > MOST_NAMED:

@@ -83,7 +83,7 @@ def _check_stored(llm: Any) -> None:
     tiers = llm.engine.reuse
     if not tiers.flush(FLUSH_S):
         raise StoreError(f"not all blocks were stored within {FLUSH_S:.0f} s: run this again to store the rest")
-    for name, level in tiers.stats().levels.items():
+    for name, level in tiers.stats().handles.items():
         lost = level.counts.dropped + level.counts.refused
         if lost and level.kind is not TierKind.MEMORY:
             reasons = sorted(level.tier.refused) or ["too busy, or it does not answer"]

@@ -25,7 +25,7 @@ INERT = re.compile("hicache|^served_|^disagg|^grammar|^sampling|lora|storage|cud
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class SglangServer:
     """model: folder of the checkpoint. numerics: text of what else decides bits. shard: of this process."""
 
     model: Path

@@ -12,7 +12,7 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 from torch import Tensor
 
-from kvire.connectors.sglang.facts import Server
+from kvire.connectors.sglang.facts import SglangServer
 from kvire.connectors.sglang.options import Options
 from kvire.connectors.sglang.pages import Moved, PagePool
 from kvire.connectors.sglang.prefill import Misses, QuickPrefill
@@ -33,7 +33,7 @@ class KvireStorage(HiCacheStorage):
     def __init__(self, storage_config: Any, _kwargs: Any = None) -> None:
         """storage_config: SGLang's HiCacheStorageConfig. Raises KvireError, which fails the attachment."""
         self._options = Options.of(storage_config.extra_config or {})
-        self._server = Server.of(storage_config)
+        self._server = SglangServer.of(storage_config)
         self._store = open_store(self._options.config)
         self._pools: dict[str, PagePool] = {}
         said = self._options.prefill_tokens_per_s

@@ -36,14 +36,14 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class GenerateCall:
     """token_ids: of the one sequence. arguments: for generate(), the input ids among them."""
 
     token_ids: list[int]
     arguments: dict[str, Any]
 
 
-def check(model: Any, inputs: Tensor | None, arguments: Mapping[str, Any]) -> Prompt:
+def check(model: Any, inputs: Tensor | None, arguments: Mapping[str, Any]) -> GenerateCall:
     """The prompt of a call. Raises RequestError, with what to do, for what is not one sequence of plain tokens."""
     given = {name: value for name, value in arguments.items() if value is not None}
     _refuse_other_inputs(given)
@@ -58,7 +58,7 @@ def check(model: Any, inputs: Tensor | None, arguments: Mapping[str, Any]) -> Pr
         )
     _refuse_other_ways(model, given)
     _refuse_masks(model, ids, given)
-    return Prompt(ids[0].tolist(), {**arguments, "input_ids": ids})
+    return GenerateCall(ids[0].tolist(), {**arguments, "input_ids": ids})
 
 
 def _refuse_other_inputs(given: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from kvire.connectors.options import SharedStore, store_config
 from kvire.connectors.vllm.events import Event
 from kvire.connectors.vllm.groups import read_groups
 from kvire.connectors.vllm.identity import check_options, facts_of, namespace_of
-from kvire.connectors.vllm.messages import Facts, Outcome, Plan
+from kvire.connectors.vllm.messages import Facts, Outcome, StepPlan
 from kvire.connectors.vllm.metrics import KvireMetrics, KvireStats
 from kvire.connectors.vllm.pages import open_pages
 from kvire.connectors.vllm.scheduler import SchedulerSide
@@ -38,7 +38,7 @@ SCHEDULER_BUFFER_BYTES = 1 << 20  # that side saves nothing
 class KvirePlan(KVConnectorMetadata):
     """A plan, as vLLM carries it."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
 
 
@@ -266,7 +266,7 @@ class KvireConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None, "vLLM tells what its workers are like before the first request"
         return self._scheduler
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> StepPlan:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KvirePlan)
         return metadata.plan

@@ -83,7 +83,7 @@ class Fetcher:
 
     def _tier_counts(self) -> Counter[tuple[str, str]]:
         counts: Counter[tuple[str, str]] = Counter()
-        for name, level in self._store.stats().levels.items():
+        for name, level in self._store.stats().handles.items():
             counts["refused_writes", name] = sum(level.tier.refused.values())
             counts["unavailable", name] = level.counts.unavailable
             counts["damaged", name] = level.counts.damaged

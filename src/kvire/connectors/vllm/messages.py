@@ -16,7 +16,7 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadOrder:
     """Blocks to bring for a request that waits for them, group by group, in order of the prompt.
 
     patience_s: what computing them would take, and so the longest that a load under way is waited for.
@@ -28,7 +28,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Plan:
+class StepPlan:
     """From the scheduler to the workers, for one step.
 
     used: keys of blocks whose requests ended, in order.
@@ -36,7 +36,7 @@ class Plan:
     step: its number, if the time that it takes says how fast prompts are computed.
     """
 
-    loads: list[Load] = field(default_factory=list)
+    loads: list[LoadOrder] = field(default_factory=list)
     saves: list[Move] = field(default_factory=list)
     used: list[BlockKey] = field(default_factory=list)
     idle: bool = False

@@ -12,13 +12,13 @@ from typing import Any
 
 from kvire.connectors.vllm.events import Announcer
 from kvire.connectors.vllm.groups import Group
-from kvire.connectors.vllm.messages import Facts, Load, Move, Outcome, Plan
+from kvire.connectors.vllm.messages import Facts, LoadOrder, Move, Outcome, StepPlan
 from kvire.connectors.vllm.requests import Tracked, exclusion
 from kvire.connectors.vllm.steps import Steps
 from kvire.core.keys import BlockKey, Namespace
 from kvire.core.record import BlockRecord
 from kvire.plan.cost import Way
-from kvire.store.explain import Answer, StoreMiss
+from kvire.store.explain import MissAnswer, StoreMiss
 from kvire.store.reuse.look import Found, Part, Word, needed
 from kvire.store.reuse.planner import Reuse
 from kvire.store.reuse.probe import Probe
@@ -53,12 +53,12 @@ class SchedulerSide:
         self._reuse = Reuse(store, namespace, self._shares * workers, block_size)
         self._block_size = block_size
         self._steps = Steps(self._reuse.prefill)
-        self._kinds = {name: level.kind for name, level in store.stats().levels.items()}
-        self._missed: deque[Answer] = deque(maxlen=MOST_ASKED)
+        self._kinds = {name: level.kind for name, level in store.stats().handles.items()}
+        self._missed: deque[MissAnswer] = deque(maxlen=MOST_ASKED)
         self._probe = Probe(self._reuse, probe_s) if store.remote_speed() is not None else None
         self._tracked: dict[str, Tracked] = {}
         self._excluded: set[str] = set()
-        self._loads: list[Load] = []
+        self._loads: list[LoadOrder] = []
         self._used: list[BlockKey] = []
         self._offered: OrderedDict[BlockKey, float] = OrderedDict()
 
@@ -108,7 +108,7 @@ class SchedulerSide:
             for index, of in places
             if of == group
         ]
-        self._loads.append(Load(request.request_id, moves, choice.compute_s))
+        self._loads.append(LoadOrder(request.request_id, moves, choice.compute_s))
 
     def sources(self, request: Any) -> dict[TierKind, int]:
         """Tokens of what was matched by the kind of tier that has them."""
@@ -118,9 +118,9 @@ class SchedulerSide:
             kinds[self._kinds[name]] += tokens
         return kinds
 
-    def plan(self, scheduler_output: Any) -> Plan:
+    def plan(self, scheduler_output: Any) -> StepPlan:
         """What the workers have to do in this step. Reads vLLM's SchedulerOutput, changes nothing in it."""
-        plan = Plan(self._loads, [], self._used, scheduler_output.total_num_scheduled_tokens == 0)
+        plan = StepPlan(self._loads, [], self._used, scheduler_output.total_num_scheduled_tokens == 0)
         self._loads, self._used = [], []
         starts = {}
         for request_id, count in scheduler_output.num_scheduled_tokens.items():

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvire.connectors.vllm import fetch
 from kvire.connectors.vllm.fetch import Fetcher
-from kvire.connectors.vllm.messages import Load, Move, Outcome, Plan
+from kvire.connectors.vllm.messages import LoadOrder, Move, Outcome, StepPlan
 from kvire.connectors.vllm.pages import DevicePages, HostPages, Rows
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
@@ -39,7 +39,7 @@ class Loading:
     late: it was given up because it took longer than computing.
     """
 
-    load: Load
+    load: LoadOrder
     cancelled: threading.Event = field(default_factory=threading.Event)
     failed: int | None = None
     late: bool = False
@@ -59,7 +59,7 @@ class WorkerSide:
         self._outcome = Outcome()
         self._save_rows: Rows = np.empty((0, 0), np.uint8)
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: StepPlan) -> None:
         """Start the loads of a step, and say which blocks were used."""
         if plan.step is not None:
             with self._lock:
@@ -183,7 +183,7 @@ class WorkerSide:
         pages.scatter([move.place for move in moves[:loaded]], fetched.rows[:loaded])
         self._fetcher.count("load_seconds", "", perf_counter() - began)
         with self._lock:
-            for name, level in self.store.stats().levels.items():
+            for name, level in self.store.stats().handles.items():
                 if level.speed.samples:
                     self._outcome.speeds[name] = level.speed
         return loaded

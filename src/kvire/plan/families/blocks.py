@@ -28,7 +28,7 @@ FeedRule = Callable[[Fields, int], Feed]  # of one layer, by its index
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ModelBlock:
     """One family's layers beside their projections.
 
     norms: vectors as wide as the hidden size in a layer that mixes and feeds forward; norm_bias: each has a bias.

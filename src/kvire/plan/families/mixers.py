@@ -102,7 +102,7 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class RecurrentState:
     """A recurrent layer.
 
     elements: of the state.
@@ -123,7 +123,7 @@ class State:
 
 
 # None: a layer that only feeds forward.
-Mixer = Attention | Latent | State | None
+Mixer = Attention | Latent | RecurrentState | None
 
 
 def attention_kinds(mixers: Sequence[Mixer]) -> list[tuple[int, ...]]:
@@ -149,11 +149,11 @@ def _keeps(mixer: Mixer) -> bool:
     return isinstance(mixer, Attention | Latent) and mixer.keeps
 
 
-def delta_net(key_heads: int, value_heads: int, key_width: int, value_width: int, kernel: int) -> State:
+def delta_net(key_heads: int, value_heads: int, key_width: int, value_width: int, kernel: int) -> RecurrentState:
     """Gated DeltaNet (arXiv 2412.06464): a matrix key_width x value_width per value head."""
     keys, values = key_heads * key_width, value_heads * value_width
     conv = 2 * keys + values
-    return State(
+    return RecurrentState(
         heads=value_heads,
         elements=value_heads * key_width * value_width,
         conv_elements=conv * (kernel - 1),
@@ -162,11 +162,11 @@ def delta_net(key_heads: int, value_heads: int, key_width: int, value_width: int
     )
 
 
-def mamba2(heads: int, head_width: int, state_size: int, groups: int, kernel: int) -> State:
+def mamba2(heads: int, head_width: int, state_size: int, groups: int, kernel: int) -> RecurrentState:
     """Mamba-2 (arXiv 2405.21060): a matrix head_width x state_size per head."""
     inner = heads * head_width
     conv = inner + 2 * groups * state_size
-    return State(
+    return RecurrentState(
         heads=heads,
         elements=heads * head_width * state_size,
         conv_elements=conv * (kernel - 1),

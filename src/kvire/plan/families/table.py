@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvire.plan.families import blocks, layouts
-from kvire.plan.families.blocks import Block, dense, experts, shared_by_count, shared_by_width
+from kvire.plan.families.blocks import ModelBlock, dense, experts, shared_by_count, shared_by_width
 from kvire.plan.families.fields import Fields
 from kvire.plan.families.layouts import Layout
 
@@ -26,7 +26,7 @@ class Family:
     """
 
     layout: Layout
-    block: Block
+    block: ModelBlock
     defaults: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     runs: bool = True
@@ -39,7 +39,7 @@ class Family:
 
 def _family(
     layout: Layout,
-    block: Block,
+    block: ModelBlock,
     positions: int,
     layers: int,
     hidden: int,
@@ -64,13 +64,13 @@ def _family(
     return Family(layout, block, defaults | more, names or {})
 
 
-def _latent(positions: int, layers: int, heads: int, block: Block, *, nope: int, value: int, query: int) -> Family:
+def _latent(positions: int, layers: int, heads: int, block: ModelBlock, *, nope: int, value: int, query: int) -> Family:
     widths = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": nope, "v_head_dim": value}
     sizes = {"max_position_embeddings": positions, "num_hidden_layers": layers, "num_attention_heads": heads}
     return Family(layouts.latent, block, sizes | widths | {"q_lora_rank": query})
 
 
-def _planned(layout: Layout, block: Block, **defaults: Any) -> Family:
+def _planned(layout: Layout, block: ModelBlock, **defaults: Any) -> Family:
     return Family(layout, block, defaults, runs=False)
 
 
@@ -97,64 +97,66 @@ _GPT2_NAMES = {
 }
 
 # What is beside the projections, by what is told by it. Biases: the fields that switch them.
-_gated = Block(dense())
-_biased = Block(dense(), bias="attention_bias")
-_llama = Block(dense(bias="mlp_bias"), bias="attention_bias")
-_cwm = Block(dense(bias="mlp_bias"))
-_helium = Block(dense(bias="mlp_bias"), bias="attention_bias", out_bias=False)
-_seed_oss = Block(dense(bias="mlp_bias"), bias="attention_bias", out_bias="attention_out_bias")
-_arcee = Block(dense(2, bias="mlp_bias"), bias="attention_bias")
-_nemotron = Block(dense(2, bias="mlp_bias"), norm_bias=True, bias="attention_bias")
-_ernie = Block(dense(bias="use_bias"), bias="use_bias")
-_starcoder2 = Block(dense(2, bias="use_bias"), norm_bias=True, bias="use_bias")
-_glm = Block(dense(), bias="attention_bias", out_bias=False)
-_glm4 = Block(dense(), norms=4, bias="attention_bias", out_bias=False)
-_olmo = Block(dense(), norms=0, bias="attention_bias")
-_olmo2 = Block(dense(), bias="attention_bias", qk_norm="all")
-_cohere = Block(dense(), norms=1, bias="attention_bias", qk_norm="all", qk_flag="use_qk_norm")
-_cohere2 = Block(dense(), norms=1, bias="attention_bias")
-_stablelm = Block(dense(), norm_bias=True, bias="use_qkv_bias", out_bias=False, qk_norm="all", qk_flag="qk_layernorm")
-_qwen2 = Block(dense(), bias=True, out_bias=False)
-_qwen3 = Block(dense(), bias="attention_bias", qk_norm="head")
-_exaone4 = Block(dense(), qk_norm="head")
-_apertus = Block(dense(2), bias="attention_bias", qk_norm="head", more=blocks.xielu)
-_gemma2 = Block(dense(), norms=4, bias="attention_bias")
-_gemma3 = Block(dense(), norms=4, bias="attention_bias", qk_norm="head")
-_gemma4 = Block(
+_gated = ModelBlock(dense())
+_biased = ModelBlock(dense(), bias="attention_bias")
+_llama = ModelBlock(dense(bias="mlp_bias"), bias="attention_bias")
+_cwm = ModelBlock(dense(bias="mlp_bias"))
+_helium = ModelBlock(dense(bias="mlp_bias"), bias="attention_bias", out_bias=False)
+_seed_oss = ModelBlock(dense(bias="mlp_bias"), bias="attention_bias", out_bias="attention_out_bias")
+_arcee = ModelBlock(dense(2, bias="mlp_bias"), bias="attention_bias")
+_nemotron = ModelBlock(dense(2, bias="mlp_bias"), norm_bias=True, bias="attention_bias")
+_ernie = ModelBlock(dense(bias="use_bias"), bias="use_bias")
+_starcoder2 = ModelBlock(dense(2, bias="use_bias"), norm_bias=True, bias="use_bias")
+_glm = ModelBlock(dense(), bias="attention_bias", out_bias=False)
+_glm4 = ModelBlock(dense(), norms=4, bias="attention_bias", out_bias=False)
+_olmo = ModelBlock(dense(), norms=0, bias="attention_bias")
+_olmo2 = ModelBlock(dense(), bias="attention_bias", qk_norm="all")
+_cohere = ModelBlock(dense(), norms=1, bias="attention_bias", qk_norm="all", qk_flag="use_qk_norm")
+_cohere2 = ModelBlock(dense(), norms=1, bias="attention_bias")
+_stablelm = ModelBlock(
+    dense(), norm_bias=True, bias="use_qkv_bias", out_bias=False, qk_norm="all", qk_flag="qk_layernorm"
+)
+_qwen2 = ModelBlock(dense(), bias=True, out_bias=False)
+_qwen3 = ModelBlock(dense(), bias="attention_bias", qk_norm="head")
+_exaone4 = ModelBlock(dense(), qk_norm="head")
+_apertus = ModelBlock(dense(2), bias="attention_bias", qk_norm="head", more=blocks.xielu)
+_gemma2 = ModelBlock(dense(), norms=4, bias="attention_bias")
+_gemma3 = ModelBlock(dense(), norms=4, bias="attention_bias", qk_norm="head")
+_gemma4 = ModelBlock(
     blocks.gemma4_feed, norms=4, bias="attention_bias", more=blocks.gemma4_more, beside=blocks.gemma4_beside
 )
-_phi = Block(dense(2, bias=True), norms=1, norm_bias=True, bias=True, beside=blocks.head_bias)
-_gpt2 = Block(dense(2, bias=True, width="n_inner", widening=4), norm_bias=True, bias=True, beside=blocks.positions)
-_gpt_neox = Block(dense(2, bias=True), norm_bias=True, bias="attention_bias")
+_phi = ModelBlock(dense(2, bias=True), norms=1, norm_bias=True, bias=True, beside=blocks.head_bias)
+_gpt2 = ModelBlock(dense(2, bias=True, width="n_inner", widening=4), norm_bias=True, bias=True, beside=blocks.positions)
+_gpt_neox = ModelBlock(dense(2, bias=True), norm_bias=True, bias="attention_bias")
 # With experts.
-_mixtral = Block(experts("num_local_experts"))
-_minimax = Block(experts("num_local_experts"), qk_norm="all")
+_mixtral = ModelBlock(experts("num_local_experts"))
+_minimax = ModelBlock(experts("num_local_experts"), qk_norm="all")
 _granite_shared = shared_by_width("shared_intermediate_size")
-_granitemoe = Block(experts("num_local_experts", shared=_granite_shared), bias="attention_bias")
-_olmoe = Block(experts("num_experts"), bias="attention_bias", qk_norm="all")
-_qwen3_moe = Block(experts("num_experts", is_dense=blocks.qwen_dense), bias="attention_bias", qk_norm="head")
+_granitemoe = ModelBlock(experts("num_local_experts", shared=_granite_shared), bias="attention_bias")
+_olmoe = ModelBlock(experts("num_experts"), bias="attention_bias", qk_norm="all")
+_qwen3_moe = ModelBlock(experts("num_experts", is_dense=blocks.qwen_dense), bias="attention_bias", qk_norm="head")
 _qwen2_shared = shared_by_width("shared_expert_intermediate_size", gate=True)
-_qwen2_moe = Block(
+_qwen2_moe = ModelBlock(
     experts("num_experts", shared=_qwen2_shared, is_dense=blocks.qwen_dense), bias="qkv_bias", out_bias=False
 )
 _ernie_shared = shared_by_count("moe_num_shared_experts")
-_ernie_moe = Block(
+_ernie_moe = ModelBlock(
     experts("moe_num_experts", "moe_k", shared=_ernie_shared, is_dense=blocks.ernie_dense, router=1), bias="use_bias"
 )
-_hunyuan_moe = Block(
+_hunyuan_moe = ModelBlock(
     experts("num_experts", "moe_topk", shared=blocks.shared_like_dense), bias="attention_bias", qk_norm="head"
 )
-_gpt_oss = Block(blocks.gpt_oss, bias="attention_bias", more=blocks.sinks)
+_gpt_oss = ModelBlock(blocks.gpt_oss, bias="attention_bias", more=blocks.sinks)
 _shared = shared_by_count("n_shared_experts")
 _routed = experts("n_routed_experts", shared=_shared, is_dense=blocks.first_dense, router=1)
-_deepseek_v2 = Block(experts("n_routed_experts", shared=_shared, is_dense=blocks.first_dense))
-_deepseek = Block(_routed, bias="attention_bias")
-_dots1 = Block(_routed, bias="attention_bias", qk_norm="head")
-_glm4_moe = Block(_routed, bias="attention_bias", out_bias=False, qk_norm="head", qk_flag="use_qk_norm")
-_mimo = Block(experts("n_routed_experts", is_dense=lambda _, layer: layer == 0, router=1), more=blocks.sinks)
-_llama4 = Block(blocks.llama4_feed, bias="attention_bias")
-_qwen_hybrid = Block(blocks.experts_if_any, bias="attention_bias", qk_norm="head")
-_nemotron_h = Block(blocks.nemotron_h_feed, norms=1, bias="attention_bias")
+_deepseek_v2 = ModelBlock(experts("n_routed_experts", shared=_shared, is_dense=blocks.first_dense))
+_deepseek = ModelBlock(_routed, bias="attention_bias")
+_dots1 = ModelBlock(_routed, bias="attention_bias", qk_norm="head")
+_glm4_moe = ModelBlock(_routed, bias="attention_bias", out_bias=False, qk_norm="head", qk_flag="use_qk_norm")
+_mimo = ModelBlock(experts("n_routed_experts", is_dense=lambda _, layer: layer == 0, router=1), more=blocks.sinks)
+_llama4 = ModelBlock(blocks.llama4_feed, bias="attention_bias")
+_qwen_hybrid = ModelBlock(blocks.experts_if_any, bias="attention_bias", qk_norm="head")
+_nemotron_h = ModelBlock(blocks.nemotron_h_feed, norms=1, bias="attention_bias")
 
 # layout, block, positions, layers, hidden size, heads, KV heads, head width
 FAMILIES: dict[str, Family] = {

@@ -23,7 +23,15 @@ from threading import Lock
 from kvire.core.errors import StoreError
 from kvire.store.disk.files import Files
 from kvire.store.disk.index import DiskIndex, is_damage
-from kvire.store.disk.room import Evicted, Room, Segment, capacity_for, journal_bytes_for, note_capacity, noted_capacity
+from kvire.store.disk.room import (
+    Evicted,
+    Segment,
+    SlotAllocator,
+    capacity_for,
+    journal_bytes_for,
+    note_capacity,
+    noted_capacity,
+)
 from kvire.store.disk.rows import MOST_OWNERS, READY, SCANNING, IndexDamagedError
 from kvire.store.disk.salvage import Salvaged, salvage
 from kvire.store.disk.segments import SegmentFiles
@@ -94,11 +102,11 @@ class DiskFolder:
         return False
 
     @contextmanager
-    def room(self, evicted: Evicted, *, may_grow: bool = True) -> Iterator[Room]:
+    def room(self, evicted: Evicted, *, may_grow: bool = True) -> Iterator[SlotAllocator]:
         """One transaction of the index. evicted: is told what went, once that is certain."""
         gone = Evicted()
         with self.index.transaction() as run:
-            yield Room(run, self.owner, may_grow=may_grow, evicted=gone, remove=self._remove, wipe=self._wipe)
+            yield SlotAllocator(run, self.owner, may_grow=may_grow, evicted=gone, remove=self._remove, wipe=self._wipe)
         evicted.reasons.update(gone.reasons)
         evicted.tenants.update(gone.tenants)
 

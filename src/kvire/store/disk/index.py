@@ -106,14 +106,14 @@ class JournalFullError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Where a block lies."""
 
     slot: int
     slot_bytes: int
     frame_bytes: int
 
-    def is_before(self, other: "Place") -> bool:
+    def is_before(self, other: "Location") -> bool:
         """Whether the other slot begins where this one ends."""
         return other.slot == self.slot + 1 and other.slot_bytes == self.slot_bytes
 
@@ -230,7 +230,7 @@ class DiskIndex:
         except FileNotFoundError:
             return False
 
-    def place(self, block_id: BlockId, now: float, run: Run | None = None) -> Place | None:
+    def place(self, block_id: BlockId, now: float, run: Run | None = None) -> Location | None:
         """Where a block lies. run: of the transaction in which to look."""
         rows = (run or self.query)(
             "SELECT slot, slot_bytes, frame_bytes FROM blocks WHERE key = ? AND grp = ? AND "
@@ -238,11 +238,11 @@ class DiskIndex:
             *block_id,
             now,
         )
-        return Place(*rows[0]) if rows else None
+        return Location(*rows[0]) if rows else None
 
-    def places(self, ids: Sequence[BlockId], now: float) -> dict[BlockId, Place]:
+    def places(self, ids: Sequence[BlockId], now: float) -> dict[BlockId, Location]:
         """Where those of the blocks lie that are here."""
-        found: dict[BlockId, Place] = {}
+        found: dict[BlockId, Location] = {}
         rows = self.query(f"SELECT id FROM segments WHERE state != {READY} AND state = {GONE}")
         gone = {segment for (segment,) in rows}
         for start in range(0, len(ids), MOST_ASKED):
@@ -256,7 +256,7 @@ class DiskIndex:
             )
             for key, group, *place in rows:
                 if (block_id := BlockId(key, group)) in wanted and place[0] >> SLOT_BITS not in gone:
-                    found[block_id] = Place(*place)
+                    found[block_id] = Location(*place)
         return found
 
     def unused_above(self, key: BlockKey, before: float, now: float) -> list[BlockId]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from kvire.core.errors import TierUnavailable
 from kvire.store.disk.access import DiskAccess
-from kvire.store.disk.index import Place
+from kvire.store.disk.index import Location
 
 log = logging.getLogger(__name__)
 
@@ -16,17 +16,17 @@ RUN_BYTES = 3 << 20  # read by one request of slots that follow each other: 88 %
 MOST_WAITING = 1 << 14
 
 
-class Prefetcher:
+class ReadAhead:
     """A thread that reads what others will read soon, and throws it away. An error is theirs to meet, not its own."""
 
     def __init__(self, access: DiskAccess) -> None:
         self._access = access
-        self._wanted: deque[Place] = deque(maxlen=MOST_WAITING)
+        self._wanted: deque[Location] = deque(maxlen=MOST_WAITING)
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def add(self, places: Sequence[Place]) -> None:
+    def add(self, places: Sequence[Location]) -> None:
         """Fetch these next, in this order."""
         with self._condition:
             if self._closed or not places:
@@ -61,14 +61,14 @@ class Prefetcher:
             except Exception:  # the next run may go well
                 log.exception("reading ahead failed")
 
-    def _next_run(self) -> list[Place]:
+    def _next_run(self) -> list[Location]:
         """Slots that follow each other, from the first that is wanted on; called with the lock held."""
         run = [self._wanted.popleft()]
         while self._wanted and run[-1].is_before(self._wanted[0]) and len(run) * run[0].slot_bytes < RUN_BYTES:
             run.append(self._wanted.popleft())
         return run
 
-    def _fetch(self, run: list[Place]) -> None:
+    def _fetch(self, run: list[Location]) -> None:
         with self._access.reads() as folder, suppress(OSError):
             if folder is not None:
                 first, last = run[0], run[-1]

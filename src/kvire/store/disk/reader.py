@@ -8,7 +8,7 @@ from kvire.core.errors import BlockMissing, FrameDamaged, TierUnavailable
 from kvire.core.record import BlockId
 from kvire.store.disk.access import ERRORS, DiskAccess
 from kvire.store.disk.folder import DiskFolder
-from kvire.store.disk.index import Place, is_damage
+from kvire.store.disk.index import Location, is_damage
 from kvire.store.disk.room import Evicted
 from kvire.store.disk.segments import is_head_of
 from kvire.store.disk.upkeep import vanished
@@ -25,7 +25,7 @@ class DiskReader:
         self._access = access
         self._evicted = evicted
         self._lock = threading.Lock()
-        self._found: dict[BlockId, Place] = {}  # by the last load's look; a slot's head says if it is so still
+        self._found: dict[BlockId, Location] = {}  # by the last load's look; a slot's head says if it is so still
         self.reads = self.read_bytes = 0
 
     def held(self, ids: Sequence[BlockId]) -> list[bool]:
@@ -38,7 +38,7 @@ class DiskReader:
         self._found = places = self._places(ids)
         return [block_id in places for block_id in ids]
 
-    def found(self, ids: Sequence[BlockId]) -> list[Place]:
+    def found(self, ids: Sequence[BlockId]) -> list[Location]:
         """Where the last load found those that it did find."""
         found = self._found
         return [place for block_id in ids if (place := found.get(block_id)) is not None]
@@ -47,7 +47,7 @@ class DiskReader:
         """The block was written again: it may lie elsewhere now."""
         self._found.pop(block_id, None)
 
-    def _places(self, ids: Sequence[BlockId]) -> dict[BlockId, Place]:
+    def _places(self, ids: Sequence[BlockId]) -> dict[BlockId, Location]:
         with self._access.reads() as folder:
             return {} if folder is None else folder.index.places(ids, self._access.now())
 
@@ -118,7 +118,7 @@ class DiskReader:
         except (BlockMissing, TierUnavailable, FrameDamaged) as error:
             return error
 
-    def _not_there(self, folder: DiskFolder, block_id: BlockId, place: Place) -> None:
+    def _not_there(self, folder: DiskFolder, block_id: BlockId, place: Location) -> None:
         """The slot does not hold the block: it moved while it was read, or its file is gone or was written over."""
         try:
             with folder.room(self._evicted) as room:
@@ -128,7 +128,7 @@ class DiskReader:
             if is_damage(error):
                 raise
 
-    def _lies_there(self, folder: DiskFolder, block_id: BlockId, place: Place) -> bool:
+    def _lies_there(self, folder: DiskFolder, block_id: BlockId, place: Location) -> bool:
         """Whether the slot says the same of the block as the index does."""
         head = None
         with suppress(FileNotFoundError):
@@ -144,15 +144,15 @@ class DiskReader:
             self.read_bytes += read_bytes
 
 
-def _is_frame(head: bytes | None, got: int, block_id: BlockId, place: Place, size: int) -> bool:
+def _is_frame(head: bytes | None, got: int, block_id: BlockId, place: Location, size: int) -> bool:
     """Whether a slot that was read holds the block that the index says, and at least `size` bytes of it came."""
     return head is not None and got >= size and is_head_of(head, block_id, place.frame_bytes)
 
 
-def _side_by_side(places: Sequence[tuple[Place, int]]) -> Iterator[list[int]]:
+def _side_by_side(places: Sequence[tuple[Location, int]]) -> Iterator[list[int]]:
     """The numbers of places, in order of their slots, whose slots follow each other; run by run."""
     run: list[int] = []
-    before: Place | None = None
+    before: Location | None = None
     for place, number in places:
         if run and not (before and before.is_before(place) and len(run) < MOST_AT_ONCE):
             yield run

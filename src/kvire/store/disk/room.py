@@ -25,7 +25,7 @@ from kvire.store.disk.index import (
     Run,
 )
 from kvire.store.disk.rows import GONE, LAST_S, MAKING, MOST_COUNT, READY, SCANNING, IndexDamagedError
-from kvire.store.disk.segments import MOST_SEGMENT, MOST_SLOTS, SLOT_BITS, Head, place_of, segment_of, slots_of
+from kvire.store.disk.segments import MOST_SEGMENT, MOST_SLOTS, SLOT_BITS, SlotHeader, place_of, segment_of, slots_of
 
 KIB, MIB = 1024, 1024 * 1024
 MIN_CAPACITY_BYTES = 4 * MIB
@@ -124,7 +124,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class SlotRef:
     """A slot, and how large it is."""
 
     slot: int
@@ -140,7 +140,7 @@ class _Victim:
     reason: str
 
 
-class Room:
+class SlotAllocator:
     """The rules for one transaction. may_grow: False while the file system is known to be full.
 
     remove: removes a segment's file; it runs before the segment leaves the index, so that no file is ever forgotten.
@@ -191,7 +191,7 @@ class Room:
                 return self._why_not(slot_bytes)
         return segment
 
-    def keep(self, slot: int, slot_bytes: int, head: Head) -> list[Slot] | None:
+    def keep(self, slot: int, slot_bytes: int, head: SlotHeader) -> list[SlotRef] | None:
         """The claimed slot holds the block from now on. The slots that held it before are claimed instead: free them.
 
         None if the slot was taken away meanwhile: with its segment, or by somebody who took this process for dead.
@@ -200,7 +200,7 @@ class Room:
         if not self._mine(slot):
             return None
         run("DELETE FROM claims WHERE slot = ?", slot)
-        old = [Slot(*row) for row in run("SELECT slot, slot_bytes FROM blocks WHERE key = ? AND grp = ?", *head.id)]
+        old = [SlotRef(*row) for row in run("SELECT slot, slot_bytes FROM blocks WHERE key = ? AND grp = ?", *head.id)]
         pinned = bool(run("SELECT 1 FROM blocks WHERE key = ? AND grp = ? AND pinned", *head.id))
         for each in old:
             run("DELETE FROM blocks WHERE slot = ?", each.slot)
@@ -211,7 +211,7 @@ class Room:
         self.enter(slot, slot_bytes, head, used=head.created, pinned=pinned)
         return old
 
-    def enter(self, slot: int, slot_bytes: int, head: Head, used: float, *, pinned: bool = False) -> None:
+    def enter(self, slot: int, slot_bytes: int, head: SlotHeader, used: float, *, pinned: bool = False) -> None:
         """A slot that is nobody's holds a block that has no other."""
         expires = None if head.ttl_s is None else min(used + head.ttl_s, LAST_S)
         [(parent_used,)] = self.run("SELECT min(used) AS least_used FROM blocks WHERE key = ?", head.parent)

@@ -40,7 +40,7 @@ _ZEROS = memoryview(bytes(1 << 20))
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class SlotHeader:
     """Whose frame a slot holds. created in seconds since the epoch; ttl_s: None for no end."""
 
     key: BlockKey
@@ -68,7 +68,7 @@ class Head:
         return fields + _CHECK.pack(xxh3_64_intdigest(fields))
 
     @classmethod
-    def decode(cls, head: bytes | bytearray | memoryview) -> "Head | None":
+    def decode(cls, head: bytes | bytearray | memoryview) -> "SlotHeader | None":
         """None if these bytes are no head."""
         if len(head) != HEAD_BYTES or xxh3_64_intdigest(head[: _HEAD.size]) != _CHECK.unpack(head[_HEAD.size :])[0]:
             return None
@@ -81,7 +81,7 @@ class Head:
 
 
 def is_head_of(head: bytes, block_id: BlockId, frame_bytes: int) -> bool:
-    """Whether these HEAD_BYTES are the head of that block's frame; as Head.decode tells, but sooner."""
+    """Whether these HEAD_BYTES are the head of that block's frame; as SlotHeader.decode tells, but sooner."""
     group, _, _, length = _WHOSE.unpack_from(head, _WHOSE_AT)
     return (
         head[:_WHOSE_KEY] == _MAGIC + block_id.key
@@ -189,11 +189,11 @@ class SegmentFiles:
                 entry.dropped = True
                 self._close_unused([entry])
 
-    def head(self, slot: int, slot_bytes: int) -> Head | None:
+    def head(self, slot: int, slot_bytes: int) -> SlotHeader | None:
         """Whose frame the slot holds; None if it holds none, or lies where the disk is broken."""
         try:
             head, _ = self.read(slot, slot_bytes, ())
-            return None if head is None else Head.decode(head)
+            return None if head is None else SlotHeader.decode(head)
         except OSError as error:
             if error.errno == errno.EIO:
                 return None
@@ -232,7 +232,7 @@ class SegmentFiles:
         here = [min(end, got) - i * slot_bytes - HEAD_BYTES for i, end in enumerate(ends)]
         return [(bytes(head), count) if count >= 0 else (None, 0) for head, count in zip(heads, here, strict=True)]
 
-    def write(self, slot: int, slot_bytes: int, head: Head, frame: memoryview) -> None:
+    def write(self, slot: int, slot_bytes: int, head: SlotHeader, frame: memoryview) -> None:
         """Put a frame into a slot that nobody else uses."""
         offset = place_of(slot) * slot_bytes
         with self._borrow(segment_of(slot), slot_bytes) as fd:

@@ -27,10 +27,10 @@ from kvire.store.disk.folder import DiskFolder
 from kvire.store.disk.index import MOST_NAMESPACE_BYTES, MOST_NAMESPACES
 from kvire.store.disk.leftovers import leftovers
 from kvire.store.disk.listing import TenantUse, counted, entries
-from kvire.store.disk.prefetch import Prefetcher
+from kvire.store.disk.prefetch import ReadAhead
 from kvire.store.disk.reader import DiskReader
 from kvire.store.disk.room import MIN_CAPACITY_BYTES, Evicted
-from kvire.store.disk.segments import Head, slot_bytes_for
+from kvire.store.disk.segments import SlotHeader, slot_bytes_for
 from kvire.store.disk.upkeep import Touches, Upkeep, overwrite_free, remove_rows
 from kvire.store.disk.writer import DiskWriter
 from kvire.store.tier import Buffer, Entry, ReadOutcome, TierKind, TierStats
@@ -74,7 +74,7 @@ class DiskTier:
         self._touches = Touches()
         self._access = DiskAccess(Path(path), capacity_bytes, new_bytes, files or Files(), wall, elapsed)
         self._reader = DiskReader(self._access, self._evicted)
-        self._prefetcher = Prefetcher(self._access)
+        self._prefetcher = ReadAhead(self._access)
         self._writer = DiskWriter(self._evicted, self._used, writes_per_day_bytes, elapsed)
         self._upkeep = Upkeep(self._access, self._touches, self._writer, self._evicted)
         self._stats = TierStats(limit_bytes=capacity_bytes)
@@ -121,7 +121,7 @@ class DiskTier:
         try:
             with self._access.writes() as folder:
                 self._touches.flush(folder)
-                head = Head(
+                head = SlotHeader(
                     record.id.key, record.id.group, record.parent, record.root, tenant_tag, record.content,
                     record.index, len(frame), self._access.now(), ttl_s,
                 )  # fmt: skip

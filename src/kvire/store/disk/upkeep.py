@@ -11,10 +11,10 @@ from kvire.core.errors import KvireError
 from kvire.core.record import BlockId
 from kvire.store.disk.access import DiskAccess
 from kvire.store.disk.folder import DiskFolder
-from kvire.store.disk.index import MOST_ASKED, Place
-from kvire.store.disk.room import Evicted, Room, Segment, spare_bytes
+from kvire.store.disk.index import MOST_ASKED, Location
+from kvire.store.disk.room import Evicted, Segment, SlotAllocator, spare_bytes
 from kvire.store.disk.rows import GONE, LAST_S, MAKING, READY, SCANNING, IndexDamagedError
-from kvire.store.disk.segments import HEAD_BYTES, SLOT_BITS, Head, place_of, segment_of, slots_of
+from kvire.store.disk.segments import HEAD_BYTES, SLOT_BITS, SlotHeader, place_of, segment_of, slots_of
 from kvire.store.disk.writer import DiskWriter
 
 log = logging.getLogger(__name__)
@@ -252,7 +252,7 @@ def must_be_as_long_as_files(folder: DiskFolder) -> None:
                 raise IndexDamagedError("its segments are not as large as it says")
 
 
-def take_in(room: Room, slot: int, slot_bytes: int, head: Head | None, used: float) -> None:
+def take_in(room: SlotAllocator, slot: int, slot_bytes: int, head: SlotHeader | None, used: float) -> None:
     """Enter what lies in a slot into the index: the block that its head names, or nothing."""
     if head is not None and head.frame_bytes <= slot_bytes - HEAD_BYTES:
         same = room.run("SELECT slot, slot_bytes, created FROM blocks WHERE key = ? AND grp = ?", *head.id)
@@ -270,7 +270,7 @@ def take_in(room: Room, slot: int, slot_bytes: int, head: Head | None, used: flo
     room.run("INSERT INTO free VALUES (?, ?)", slot, slot_bytes)
 
 
-def reclaim(room: Room, owner: int) -> None:
+def reclaim(room: SlotAllocator, owner: int) -> None:
     """Free what the process of that number had claimed, and the segments that it did not finish."""
     for slot, slot_bytes in room.run("SELECT slot, slot_bytes FROM claims WHERE owner = ?", owner):
         room.free(slot, slot_bytes, owner)
@@ -282,7 +282,7 @@ def reclaim(room: Room, owner: int) -> None:
         room.drop(segment)
 
 
-def remove_rows(folder: DiskFolder, room: Room, sql: str, values: tuple[object, ...], reason: str) -> int:
+def remove_rows(folder: DiskFolder, room: SlotAllocator, sql: str, values: tuple[object, ...], reason: str) -> int:
     """Remove the blocks that a query names (slot, slot_bytes, frame_bytes, tenant); how many.
 
     Their heads are wiped before the index forgets them, so that none comes back if the index is lost; what was to
@@ -311,7 +311,7 @@ def overwrite_free(folder: DiskFolder, at_once: int) -> None:
         after = rows[-1][0] if rows else None
 
 
-def vanished(folder: DiskFolder, room: Room, block_id: BlockId, place: Place) -> None:
+def vanished(folder: DiskFolder, room: SlotAllocator, block_id: BlockId, place: Location) -> None:
     """A block does not lie where the index says: drop its segment if the file is gone, else believe the slot.
 
     Raises IndexDamagedError if the index contradicts itself about the block.

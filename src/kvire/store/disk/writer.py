@@ -9,7 +9,7 @@ from kvire.store.disk.folder import DiskFolder
 from kvire.store.disk.index import JournalFullError, Run
 from kvire.store.disk.room import OWN_PROMPT, Evicted, Segment
 from kvire.store.disk.rows import MAKING, READY
-from kvire.store.disk.segments import Head
+from kvire.store.disk.segments import SlotHeader
 from kvire.store.eviction.order import CutOff
 
 DAY_S = 86_400
@@ -47,7 +47,7 @@ class DiskWriter:
             if debt[0] is folder:
                 self._give_back(*debt)
 
-    def write(self, folder: DiskFolder, slot_bytes: int, head: Head, frame: memoryview) -> str | None:
+    def write(self, folder: DiskFolder, slot_bytes: int, head: SlotHeader, frame: memoryview) -> str | None:
         """Keep the frame; None, or why it is not kept. Raises OSError, sqlite3.Error."""
         self._use_above(folder, head, NOTED_EVERY_S)
         slot = self._claim(folder, slot_bytes, head)
@@ -68,7 +68,7 @@ class DiskWriter:
             self._give_back(folder, each.slot, each.slot_bytes)
         return "unavailable" if old is None else None
 
-    def _claim(self, folder: DiskFolder, slot_bytes: int, head: Head) -> int | str:
+    def _claim(self, folder: DiskFolder, slot_bytes: int, head: SlotHeader) -> int | str:
         if head.parent in self._cut_off:
             if folder.index.place(BlockId(head.parent, head.group), head.created) is None:
                 self._cut_off.add(head.key)
@@ -96,7 +96,7 @@ class DiskWriter:
             if not self._make(folder, claimed):
                 self._grow_from = self._elapsed() + GROW_AGAIN_AFTER_S
 
-    def _use_above(self, folder: DiskFolder, head: Head, every_s: float) -> None:
+    def _use_above(self, folder: DiskFolder, head: SlotHeader, every_s: float) -> None:
         """Blocks that come before must not make room for what continues them."""
         above = folder.index.unused_above(head.parent, head.created - every_s, head.created)
         if above:

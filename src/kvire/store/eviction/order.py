@@ -63,7 +63,7 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class TenantUse:
+class TenantBlocks:
     """What one tenant takes, and how many of its blocks had to make room. heap: order, -index, tie, block."""
 
     used_bytes: int = 0
@@ -72,10 +72,10 @@ class TenantUse:
     heap: list[tuple[tuple[float, int], int, int, Any]] = field(default_factory=list, repr=False)
 
 
-Block = TypeVar("Block", bound=Candidate)
+C = TypeVar("C", bound=Candidate)
 
 
-class EvictionOrder(Generic[Block]):
+class EvictionOrder(Generic[C]):
     """Blocks by tenant in the order in which they would go. Not thread-safe.
 
     A parent was used whenever a child was, of any group: its order is raised when it comes up before one. A single
@@ -86,9 +86,9 @@ class EvictionOrder(Generic[Block]):
         """policy: LRU by default."""
         self._policy = policy or LeastRecentlyUsed()
         self._last_rank = 0.0
-        self.index: dict[BlockId, Block] = {}
+        self.index: dict[BlockId, C] = {}
         self.children: dict[BlockKey, dict[BlockId, None]] = {}  # by parent, oldest first
-        self.tenants: dict[bytes, TenantUse] = {}
+        self.tenants: dict[bytes, TenantBlocks] = {}
         self._groups: set[int] = set()  # that were ever here
         self._stamp = 0
         self._ties = 0
@@ -99,9 +99,9 @@ class EvictionOrder(Generic[Block]):
         """Whether more than one tenant has blocks."""
         return sum(use.blocks > 0 for use in self.tenants.values()) > 1
 
-    def add(self, slot: Block) -> None:
+    def add(self, slot: C) -> None:
         """A block came, used now."""
-        use = self.tenants.setdefault(slot.tenant_tag, TenantUse())
+        use = self.tenants.setdefault(slot.tenant_tag, TenantBlocks())
         use.used_bytes += slot.taken_bytes
         use.blocks += 1
         slot.order, slot.indexed = (self._rank(slot), self._next_stamp()), True
@@ -111,14 +111,14 @@ class EvictionOrder(Generic[Block]):
         self.children.setdefault(slot.parent, {})[slot.id] = None
         self.queue(slot)
 
-    def touch(self, slots: Sequence[Block]) -> None:
+    def touch(self, slots: Sequence[C]) -> None:
         """Blocks were used now, together."""
         stamp = self._next_stamp()
         for slot in slots:
             slot.uses += 1
             slot.order = (max(slot.order[0], self._rank(slot)), stamp)
 
-    def remove(self, slot: Block) -> None:
+    def remove(self, slot: C) -> None:
         """A block went."""
         del self.index[slot.id]
         slot.indexed = False
@@ -133,7 +133,7 @@ class EvictionOrder(Generic[Block]):
             use.heap = [item for item in use.heap if item[3].indexed]
             heapq.heapify(use.heap)
 
-    def queue(self, slot: Block) -> None:
+    def queue(self, slot: C) -> None:
         """Let it be evicted some time, if it is not pinned."""
         if slot.indexed and not slot.queued and not slot.pinned:
             slot.queued = True
@@ -141,7 +141,7 @@ class EvictionOrder(Generic[Block]):
             item = (slot.order, -slot.index, self._ties, slot)
             heapq.heappush(self.tenants[slot.tenant_tag].heap, item)
 
-    def victims(self, missing_bytes: int, tenant_tag: bytes, written: BlockKey, parent: BlockKey) -> list[Block]:
+    def victims(self, missing_bytes: int, tenant_tag: bytes, written: BlockKey, parent: BlockKey) -> list[C]:
         """Blocks that together free so much, in the order in which they go; none at all if that is not possible.
 
         written, parent: the block that needs the room, and the one before it, which is in use now with all before it.
@@ -150,7 +150,7 @@ class EvictionOrder(Generic[Block]):
         They come from the tenants that take at least as much as the one that writes, most first: nobody below the equal
         share loses anything to somebody above it. The caller removes them, or queues them again.
         """
-        victims: list[Block] = []
+        victims: list[C] = []
         if parent in self.cut_off:
             self.cut_off.add(written)
             return []
@@ -176,9 +176,9 @@ class EvictionOrder(Generic[Block]):
         self._last_rank = max(self._last_rank, *(slot.order[0] for slot in victims))
         return victims
 
-    def _first(self, use: TenantUse) -> Block | None:
+    def _first(self, use: TenantBlocks) -> C | None:
         """Take the block that goes first out of the heap. None: all are pinned or being read."""
-        aside: dict[Block, None] = {}
+        aside: dict[C, None] = {}
         found = None
         while use.heap and found is None:
             order, _, _, slot = heapq.heappop(use.heap)
@@ -197,7 +197,7 @@ class EvictionOrder(Generic[Block]):
         self._queue_all(list(aside))
         return found
 
-    def _hold(self, key: BlockKey) -> list[Block]:
+    def _hold(self, key: BlockKey) -> list[C]:
         """The block is in use now, in all its groups, and with it all before it: `_raise`. Nothing of them goes until
         the caller takes their reader back.
         """
@@ -210,7 +210,7 @@ class EvictionOrder(Generic[Block]):
                 held.append(slot)
         return held
 
-    def _raise(self, slot: Block) -> None:
+    def _raise(self, slot: C) -> None:
         """The block was used when the newest of those below it was, and all between them: one pass for a whole prompt,
         not one for each of its blocks.
         """
@@ -226,13 +226,13 @@ class EvictionOrder(Generic[Block]):
         for between in path:
             between.order = newest.order
 
-    def _rank(self, slot: Block) -> float:
+    def _rank(self, slot: C) -> float:
         return self._policy.rank(slot.uses, slot.start_tokens, self._last_rank)
 
     def _next_stamp(self) -> int:
         self._stamp += 1
         return self._stamp
 
-    def _queue_all(self, slots: Sequence[Block]) -> None:
+    def _queue_all(self, slots: Sequence[C]) -> None:
         for slot in slots:
             self.queue(slot)

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 from kvire.core.errors import BlockMissing, FrameDamaged, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
-from kvire.store.eviction.order import Candidate, EvictionOrder, TenantUse
+from kvire.store.eviction.order import Candidate, EvictionOrder, TenantBlocks
 from kvire.store.eviction.policy import EvictionPolicy
 from kvire.store.memory.arena import Arena, Extent
 from kvire.store.tier import Buffer, Entry, TierKind, TierStats
@@ -26,7 +26,7 @@ Fill = Callable[[Sequence[Buffer]], int]  # as Tier.read: fills the buffers with
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Slot(Candidate):
+class StoredFrame(Candidate):
     """One stored block and where its frame lies.
 
     extents: of the arena; empty once given back.
@@ -77,7 +77,7 @@ class MemoryTier:
         self._clock = clock
         self._arena = Arena(capacity_bytes)
         self._lock = threading.Lock()
-        self._order: EvictionOrder[Slot] = EvictionOrder(policy)
+        self._order: EvictionOrder[StoredFrame] = EvictionOrder(policy)
         self._contents: dict[bytes, dict[BlockId, None]] = {}
         self._epoch_s = time.time() - clock()  # to show times of the clock as times of the day
         self._sweep_at = clock()
@@ -116,7 +116,7 @@ class MemoryTier:
         if (extents := self._make_room(Arena.rounded(len(frame)), tenant_tag, record)) is None:
             return False
         self._arena.write(extents, frame)  # outside the lock: nobody else knows of them yet
-        slot = Slot(
+        slot = StoredFrame(
             record.id, record.parent, record.index, record.index * len(record.token_ids), tenant_tag,
             sum(extent.length for extent in extents),
             record=record, extents=extents, frame_bytes=len(frame), created=time.time(), ttl_s=ttl_s,
@@ -183,7 +183,7 @@ class MemoryTier:
                 evictions=dict(stats.evictions), refused=dict(stats.refused),
             )  # fmt: skip
 
-    def tenants(self) -> dict[bytes, TenantUse]:
+    def tenants(self) -> dict[bytes, TenantBlocks]:
         """What each tenant takes, by its tag."""
         with self._lock:
             return {tag: replace(use, heap=[]) for tag, use in self._order.tenants.items()}
@@ -226,7 +226,7 @@ class MemoryTier:
                 self._sweep()
                 if (extents := self._arena.take(size_bytes)) is not None:
                     return extents
-                victims: list[Slot] = []
+                victims: list[StoredFrame] = []
                 if size_bytes <= self._arena.capacity_bytes:
                     missing_bytes = size_bytes - self._arena.free_bytes
                     victims = self._order.victims(missing_bytes, tenant_tag, record.id.key, record.parent)
@@ -253,19 +253,19 @@ class MemoryTier:
             self._sweep_at = now + SWEEP_S
             self._remove([slot for slot in self._order.index.values() if not slot.is_alive(now)], "expired")
 
-    def _find(self, ids: Sequence[BlockId]) -> list[Slot | None]:
+    def _find(self, ids: Sequence[BlockId]) -> list[StoredFrame | None]:
         now, index = self._clock(), self._order.index
         slots = (index.get(block_id) for block_id in ids)
         return [slot if slot is not None and slot.is_alive(now) else None for slot in slots]
 
-    def _remove(self, slots: Sequence[Slot], reason: str) -> int:
+    def _remove(self, slots: Sequence[StoredFrame], reason: str) -> int:
         for slot in slots:
             self._unindex(slot)
         if slots:
             _count(self._stats.evictions, reason, len(slots))
         return len(slots)
 
-    def _unindex(self, slot: Slot) -> None:
+    def _unindex(self, slot: StoredFrame) -> None:
         self._order.remove(slot)
         same = self._contents[slot.record.content]
         del same[slot.record.id]
@@ -274,7 +274,7 @@ class MemoryTier:
         if not slot.readers:
             self._give_back(slot)
 
-    def _hold(self, ids: Sequence[BlockId]) -> list[Slot | None]:
+    def _hold(self, ids: Sequence[BlockId]) -> list[StoredFrame | None]:
         """Blocks whose bytes are kept until `_release`; None for those that are not here."""
         with self._lock:
             slots = self._find(ids)
@@ -283,7 +283,7 @@ class MemoryTier:
                     slot.readers += 1
             return slots
 
-    def _release(self, slots: Sequence[Slot | None]) -> None:
+    def _release(self, slots: Sequence[StoredFrame | None]) -> None:
         with self._lock:
             for slot in slots:
                 if slot is not None:
@@ -291,7 +291,7 @@ class MemoryTier:
                     if not slot.readers and not slot.indexed:
                         self._give_back(slot)
 
-    def _found(self, slot: Slot | None) -> Slot:
+    def _found(self, slot: StoredFrame | None) -> StoredFrame:
         if slot is None:
             raise BlockMissing(f"{self.name} does not hold the block")
         return slot
@@ -301,11 +301,11 @@ class MemoryTier:
             self._stats.reads += reads
             self._stats.read_bytes += read_bytes
 
-    def _give_back(self, slot: Slot) -> None:
+    def _give_back(self, slot: StoredFrame) -> None:
         extents, slot.extents = slot.extents, []
         self._arena.give_back(extents)
 
-    def _copy_out(self, slot: Slot, buffers: Sequence[Buffer]) -> int:
+    def _copy_out(self, slot: StoredFrame, buffers: Sequence[Buffer]) -> int:
         if slot.frame_bytes > sum(map(len, buffers)):
             raise FrameDamaged("length")
         self._arena.read(slot.extents, slot.frame_bytes, buffers)
@@ -316,7 +316,7 @@ def _count(counters: dict[str, int], reason: str, amount: int = 1) -> None:
     counters[reason] = counters.get(reason, 0) + amount
 
 
-def _entry(slot: Slot, epoch_s: float) -> Entry:
+def _entry(slot: StoredFrame, epoch_s: float) -> Entry:
     record, expires_s = slot.record, slot.expires_s()
     return Entry(
         id=record.id, parent=record.parent, root=record.root, tenant_tag=slot.tenant_tag, index=record.index,

@@ -39,7 +39,7 @@ def stamped(value: bytes | Buffer) -> tuple[float, float | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredObject:
     """One value as the other side knows it. head: its first HEAD_BYTES, or fewer if it is shorter.
 
     expires: in seconds since the epoch, None for never.
@@ -78,7 +78,7 @@ class Backend(Protocol):
     def names(self, prefix: str, timeout_s: float) -> Iterator[list[str]]:
         """All names that begin with it, a batch per `timeout_s` at the latest."""
 
-    def describe(self, names: Sequence[str], deadline: Deadline) -> list[Stored]:
+    def describe(self, names: Sequence[str], deadline: Deadline) -> list[StoredObject]:
         """Those of the values that there are, expired ones too as long as they take room."""
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from obstore.store import LocalStore, ObjectStore
 
 from kvire.core.errors import BlockMissing, FrameDamaged, TierUnavailable
 from kvire.store.disk.files import FILE_MODE, FOLDER_MODE
-from kvire.store.remote.backend import BATCH, BLOCKS, HEAD_BYTES, PINS, STAMP_BYTES, Stored, Value, stamped
+from kvire.store.remote.backend import BATCH, BLOCKS, HEAD_BYTES, PINS, STAMP_BYTES, StoredObject, Value, stamped
 from kvire.store.remote.deadline import Deadline
 from kvire.store.tier import Buffer
 
@@ -77,7 +77,7 @@ class ObjectBackend:
         while batch := self._run(_next(listing), Deadline(timeout_s)):
             yield [str(meta["path"]) for meta in batch]
 
-    def describe(self, names: Sequence[str], deadline: Deadline) -> list[Stored]:
+    def describe(self, names: Sequence[str], deadline: Deadline) -> list[StoredObject]:
         """The first bytes of each."""
         found = self._run(_parallel(self._describe, names), deadline)
         return [stored for stored in found if stored is not None]
@@ -114,11 +114,11 @@ class ObjectBackend:
     async def _put(self, name: str, value: bytes) -> None:
         await obstore.put_async(self._store, name, value, use_multipart=False)
 
-    async def _describe(self, name: str) -> Stored | None:
+    async def _describe(self, name: str) -> StoredObject | None:
         head = await self._head(name, HEAD_BYTES)
         if head is None:
             return None
-        return Stored(name, head[1], head[0], stamped(head[1])[1])
+        return StoredObject(name, head[1], head[0], stamped(head[1])[1])
 
     async def _head(self, name: str, length: int) -> tuple[int, bytes] | None:
         """Size and first bytes of an object; None if there is none."""

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator, Sequence
 
 from kvire.core.errors import BlockMissing, FrameDamaged, TierUnavailable
-from kvire.store.remote.backend import BATCH, HEAD_BYTES, Stored, Value
+from kvire.store.remote.backend import BATCH, HEAD_BYTES, StoredObject, Value
 from kvire.store.remote.deadline import Deadline
-from kvire.store.remote.redis_nodes import Nodes, Server
+from kvire.store.remote.redis_nodes import Nodes, RedisServer
 from kvire.store.remote.redis_wire import Reply, ReplyError, Request, command, command_with_value
 from kvire.store.tier import Buffer
 
@@ -81,7 +81,7 @@ class RedisBackend:
                 if cursor == "0":
                     break
 
-    def describe(self, names: Sequence[str], deadline: Deadline) -> list[Stored]:
+    def describe(self, names: Sequence[str], deadline: Deadline) -> list[StoredObject]:
         """STRLEN, PTTL and GETRANGE; a server older than Redis 7.2 takes that for a use."""
         sizes = self._each("STRLEN", names, (), deadline)
         lives_ms = self._each("PTTL", names, (), deadline)
@@ -101,7 +101,7 @@ class RedisBackend:
         return self._nodes.call([(name, request)], deadline)[0]
 
     @staticmethod
-    def _scan(server: Server, cursor: str, prefix: str, deadline: Deadline) -> tuple[str, list[str]]:
+    def _scan(server: RedisServer, cursor: str, prefix: str, deadline: Deadline) -> tuple[str, list[str]]:
         with server.wire(deadline) as wire:
             wire.send((command("SCAN", cursor, "MATCH", prefix + "*", "COUNT", SCAN_COUNT),), deadline)
             reply = wire.read_reply(deadline)
@@ -114,13 +114,13 @@ class RedisBackend:
                 raise TierUnavailable(_said(reply))
 
 
-def _stored(name: str, size: Reply, life_ms: Reply, head: Reply) -> Stored | None:
+def _stored(name: str, size: Reply, life_ms: Reply, head: Reply) -> StoredObject | None:
     if (life := _whole(life_ms)) == -2:
         return None  # gone since it was listed
     expires = time.time() + life / 1000 if life >= 0 else None
     if not isinstance(head, bytes) or not isinstance(size, int):
-        return Stored(name, b"", 0, expires)  # no string: somebody else's, under a block's name
-    return Stored(name, head, size, expires)
+        return StoredObject(name, b"", 0, expires)  # no string: somebody else's, under a block's name
+    return StoredObject(name, head, size, expires)
 
 
 def _whole(reply: Reply) -> int:

@@ -21,7 +21,7 @@ def slot_of(key: str) -> int:
     return binascii.crc_hqx(key.encode(), 0) % SLOTS
 
 
-class Server:
+class RedisServer:
     """One address and its idle connections. Thread-safe."""
 
     def __init__(self, address: Address, login: Login) -> None:
@@ -78,14 +78,14 @@ class Nodes:
         self._login = login
         self._cluster = cluster
         self._lock = threading.Lock()
-        self._servers = {str(address): Server(address, login) for address in addresses}
+        self._servers = {str(address): RedisServer(address, login) for address in addresses}
         self._seeds = tuple(self._servers)
-        self._by_slot: dict[int, Server] = {}
+        self._by_slot: dict[int, RedisServer] = {}
         self._stale = cluster
 
     def call(self, requests: Sequence[tuple[str, Request]], deadline: Deadline) -> list[Reply]:
         """The reply to each (key, request), sent together to each server. Raises TierUnavailable."""
-        by_server: dict[Server, list[int]] = {}
+        by_server: dict[RedisServer, list[int]] = {}
         for place, (key, _) in enumerate(requests):
             by_server.setdefault(self._server(key, deadline), []).append(place)
         replies: list[Reply] = [None] * len(requests)
@@ -113,7 +113,7 @@ class Nodes:
             return followed
         return reply
 
-    def primaries(self, deadline: Deadline) -> list[Server]:
+    def primaries(self, deadline: Deadline) -> list[RedisServer]:
         """All servers that keys are listed from."""
         if not self._cluster:
             return list(self._servers.values())
@@ -125,7 +125,7 @@ class Nodes:
         for server in list(self._servers.values()):
             server.close()
 
-    def _server(self, key: str, deadline: Deadline) -> Server:
+    def _server(self, key: str, deadline: Deadline) -> RedisServer:
         if not self._cluster:
             return self._servers[self._seeds[0]]
         self._refresh_if_stale(deadline)
@@ -135,7 +135,12 @@ class Nodes:
         return server
 
     def _follow(
-        self, server: Server, error: ReplyError, request: Request, buffers: Sequence[Buffer] | None, deadline: Deadline
+        self,
+        server: RedisServer,
+        error: ReplyError,
+        request: Request,
+        buffers: Sequence[Buffer] | None,
+        deadline: Deadline,
     ) -> Reply:
         """Ask where the cluster said: the slot has moved, or is moving."""
         for _ in range(MAX_REDIRECTS):
@@ -150,7 +155,7 @@ class Nodes:
             server, error = elsewhere, reply
         raise TierUnavailable(f"the cluster sends from node to node: {error.text}")
 
-    def _redirected(self, error: ReplyError) -> Server | None:
+    def _redirected(self, error: ReplyError) -> RedisServer | None:
         """Where "MOVED slot host:port" or "ASK slot host:port" sends us; None for any other error."""
         words = error.text.split(" ")
         if not self._cluster or error.code not in {"MOVED", "ASK"} or len(words) != 3:
@@ -159,10 +164,10 @@ class Nodes:
         host, _, port = words[2].rpartition(":")
         return self._known(host, int(port)) if host and port.isdigit() else None
 
-    def _known(self, host: str, port: int) -> Server:
+    def _known(self, host: str, port: int) -> RedisServer:
         with self._lock:
             address = Address(host, port)
-            return self._servers.setdefault(str(address), Server(address, self._login))
+            return self._servers.setdefault(str(address), RedisServer(address, self._login))
 
     @contextmanager
     def _noticing_failures(self) -> Iterator[None]:
@@ -193,16 +198,16 @@ class Nodes:
             self._forget_all_but({*by_slot.values()})
             return
 
-    def _forget_all_but(self, serving: set[Server]) -> None:
+    def _forget_all_but(self, serving: set[RedisServer]) -> None:
         with self._lock:
             gone = [name for name, server in self._servers.items() if server not in serving and name not in self._seeds]
             servers = [self._servers.pop(name) for name in gone]
         for server in servers:
             server.close()
 
-    def _table(self, ranges: Reply, asked: Server) -> dict[int, Server]:
+    def _table(self, ranges: Reply, asked: RedisServer) -> dict[int, RedisServer]:
         """Server by slot, from the reply to CLUSTER SLOTS: [[first, last, [host, port, ...], replicas...], ...]."""
-        by_slot: dict[int, Server] = {}
+        by_slot: dict[int, RedisServer] = {}
         match ranges:
             case [*rows] if rows:
                 for row in rows:

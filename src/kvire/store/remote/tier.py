@@ -17,7 +17,7 @@ from kvire.core.errors import FrameDamaged, FrameForeign, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
 from kvire.store.health import PROBE_AFTER_S, CircuitBreaker, Health
-from kvire.store.remote.backend import BATCH, BLOCKS, PINS, STAMP_BYTES, Backend, Stored, stamp, stamped
+from kvire.store.remote.backend import BATCH, BLOCKS, PINS, STAMP_BYTES, Backend, StoredObject, stamp, stamped
 from kvire.store.remote.deadline import Deadline
 from kvire.store.tier import Buffer, Entry, TierKind, TierStats
 
@@ -234,7 +234,7 @@ def _pin_name(name: str) -> str:
     return PINS + name.removeprefix(BLOCKS)
 
 
-def _header(value: Stored) -> Header | None:
+def _header(value: StoredObject) -> Header | None:
     """Unchecked: who reads the frame finds out whether it is true. None for a value that cannot be a frame of ours."""
     try:
         return Header.parse(value.head[STAMP_BYTES:])
@@ -242,12 +242,12 @@ def _header(value: Stored) -> Header | None:
         return None
 
 
-def _tenant_tag(value: Stored) -> bytes | None:
+def _tenant_tag(value: StoredObject) -> bytes | None:
     header = _header(value)
     return None if header is None else header.tenant_tag
 
 
-def _entry(block_id: BlockId, value: Stored, *, pinned: bool) -> Entry:
+def _entry(block_id: BlockId, value: StoredObject, *, pinned: bool) -> Entry:
     header = _header(value)
     written, _ = stamped(value.head)
     return Entry(

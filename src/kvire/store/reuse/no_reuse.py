@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from kvire.core.keys import BlockKey, Namespace, unsealed_salt
 from kvire.plan.cost import Choice, PrefillSpeed, Way
-from kvire.store.explain import Answer
+from kvire.store.explain import MissAnswer
 from kvire.store.reuse.chain import Blocks, Chain, Identity, Names
 from kvire.store.reuse.load import Load
 from kvire.store.reuse.look import Found
@@ -57,7 +57,7 @@ class NoReuse:
     def discard(self, keys: Iterable[BlockKey]) -> None:
         """See Reuse."""
 
-    def why(self, chain: Chain, index: int, prompt_tokens: int) -> Answer | None:
+    def why(self, chain: Chain, index: int, prompt_tokens: int) -> MissAnswer | None:
         """Nobody to ask."""
         del chain, index, prompt_tokens
         return None

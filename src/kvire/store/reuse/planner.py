@@ -28,7 +28,7 @@ from math import inf
 from kvire.core.keys import BlockKey, Namespace
 from kvire.core.record import BlockId
 from kvire.plan.cost import Choice, PrefillSpeed, Speed, Way, choose
-from kvire.store.explain import Answer
+from kvire.store.explain import MissAnswer
 from kvire.store.reuse.chain import Blocks, Chain, Identity, Names
 from kvire.store.reuse.load import Load
 from kvire.store.reuse.look import Found, Part, Row, Word, needed, reach, together
@@ -193,7 +193,7 @@ class Reuse:
         """Nobody may meet these blocks: remove them, wherever they have got to."""
         self.store.discard(self._ids(keys))
 
-    def why(self, chain: Chain, index: int, prompt_tokens: int) -> Answer | None:
+    def why(self, chain: Chain, index: int, prompt_tokens: int) -> MissAnswer | None:
         """Ask why block `index` of a prompt is stored nowhere, and how far the closest stored prompt agrees."""
         return self.store.explain(chain.query(index, prompt_tokens))
 

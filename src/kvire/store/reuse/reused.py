@@ -5,7 +5,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from kvire.core.report import CacheReport, MissReason
-from kvire.store.explain import Answer
+from kvire.store.explain import MissAnswer
 from kvire.store.reuse.load import Load
 from kvire.store.reuse.look import Found
 from kvire.store.reuse.why import Miss, explained
@@ -39,7 +39,7 @@ class Reused:
         self.saved_s: float | None = None
         self.miss = Miss(MissReason.NEVER_STORED)
         self.load_miss: Miss | None = None
-        self.answer: Answer | None = None
+        self.answer: MissAnswer | None = None
         self.asked_token = 0
         self._seen: tuple[int, float, Found] | None = None
 

@@ -21,7 +21,7 @@ REMEMBERED_FOREIGN = 4096
 
 
 @dataclass(slots=True)
-class LevelCounts:
+class HandleCounts:
     """What the store did with one tier; only grows.
 
     loaded: blocks read and verified, with their KV bytes and the seconds that reads took, added up over threads.
@@ -48,7 +48,7 @@ class LevelCounts:
     stale: int = 0
 
 
-class Level:
+class TierHandle:
     """A tier and its Frames. Thread-safe. ttl_s: how long blocks are kept unused."""
 
     def __init__(self, tier: Tier, frames: Frames, ttl_s: float | None = None) -> None:
@@ -60,12 +60,12 @@ class Level:
         self.meter = SpeedMeter(PRIORS[tier.kind])
         self._ttl_s = ttl_s
         self._lock = threading.Lock()
-        self._counts = LevelCounts()
+        self._counts = HandleCounts()
         self._told: set[type[Exception]] = set()
         self._foreign: OrderedDict[BlockId, str] = OrderedDict()  # ids under which something else lies, and its cause
 
     @property
-    def counts(self) -> LevelCounts:
+    def counts(self) -> HandleCounts:
         """As of now."""
         with self._lock:
             return replace(self._counts)
