@@ -12,8 +12,8 @@ from harness.loads import BUSY_S, HASTY_S, PATIENT_S, ask_as, engine_over, finis
 from harness.stored import disk, memory, memory_and_disk, say_what_prefill_costs, shared_folder, store_over
 from harness.waiting import PATIENCE_S, until
 from store.stores import BentTier, open_store
-from store.test_asker import StallingFiles, soon
 from store.test_keyring import without_locks
+from store.test_lookup_thread import StallingFiles, soon
 
 from kvire.core.report import MissReason
 from kvire.engine.engine import Engine

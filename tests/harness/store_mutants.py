@@ -21,23 +21,23 @@ from kvire.core.errors import BlockMissing
 from kvire.core.keys import Namespace, field
 from kvire.sessions import session_file
 from kvire.store import handle
-from kvire.store.asker import Asker
 from kvire.store.disk import index as disk_index
+from kvire.store.disk.allocator import SlotAllocator
 from kvire.store.disk.clock import FollowingClock
 from kvire.store.disk.files import Files
 from kvire.store.disk.folder import DiskFolder
 from kvire.store.disk.index import Watch
-from kvire.store.disk.room import SlotAllocator
 from kvire.store.disk.salvage import Salvaged
 from kvire.store.disk.segments import HEAD_BYTES, SegmentFiles, place_of, segment_of
 from kvire.store.disk.tier import DiskTier
-from kvire.store.epochs import Generations
 from kvire.store.eviction.order import EvictionOrder
 from kvire.store.explain import Explainer
+from kvire.store.generations import Generations
 from kvire.store.handle import TierHandle
 from kvire.store.health import Outage
 from kvire.store.keyring import Keyring
 from kvire.store.loader import Loader, _InflightRead
+from kvire.store.lookup_thread import LookupThread
 from kvire.store.memory.tier import MemoryTier
 from kvire.store.remote.objects import ObjectBackend
 from kvire.store.survey import SpaceUse, Survey
@@ -89,14 +89,14 @@ def cancelled_loads_count_as_quiet(patch: pytest.MonkeyPatch) -> None:
 def remote_reads_into_the_callers_memory(patch: pytest.MonkeyPatch) -> None:
     """What arrives after the deadline lands where somebody else computes by then."""
 
-    def broken(self, flight):
-        if (first := self._board([flight], flight.number)[0]) is None:
+    def broken(self, inflight):
+        if (first := self._begin([inflight], inflight.number)[0]) is None:
             return
-        handle = self._remote[flight.number]
-        if (failure := self._fetch(handle, flight.record, first.out, None)) is None:
-            self._land([(flight, first.out)], flight.number, handle)
+        handle = self._remote[inflight.number]
+        if (failure := self._fetch(handle, inflight.record, first.out, None)) is None:
+            self._deliver([(inflight, first.out)], inflight.number, handle)
         else:
-            self._divert(flight, flight.number, failure)
+            self._ask_next(inflight, inflight.number, failure)
 
     patch.setattr(Loader, "_read_remote", broken)
 
@@ -107,13 +107,13 @@ def everybody_reads_alone(patch: pytest.MonkeyPatch) -> None:
     def broken(self, load, numbers, place):
         return [_InflightRead(load.ticket.wanted[i].record, number, [(load, i)]) for i, number in numbers.items()]
 
-    patch.setattr(Loader, "_flights_for", broken)
+    patch.setattr(Loader, "_reads_for", broken)
 
 
 def the_first_reader_goes_first(patch: pytest.MonkeyPatch) -> None:
     """Copies for others are made from memory that was handed out already."""
     end = Loader._end
-    patch.setattr(Loader, "_end", lambda self, flights, place: [one[::-1] for one in end(self, flights, place)])
+    patch.setattr(Loader, "_end", lambda self, reads, place: [one[::-1] for one in end(self, reads, place)])
 
 
 def checksum_skipped(patch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def saved_without_a_copy(patch: pytest.MonkeyPatch) -> None:
 
 def forgotten_blocks_are_still_written(patch: pytest.MonkeyPatch) -> None:
     """A writer does not look whether its block was forgotten meanwhile."""
-    patch.setattr(WriteBehind, "_may_store", lambda self, parcel: True)
+    patch.setattr(WriteBehind, "_may_store", lambda self, pending: True)
 
 
 def clear_stops_at_the_tiers(patch: pytest.MonkeyPatch) -> None:
@@ -377,7 +377,7 @@ def a_damaged_index_takes_the_limit_along(patch: pytest.MonkeyPatch) -> None:
 
 def looks_wait_for_the_disk(patch: pytest.MonkeyPatch) -> None:
     """Whoever looks asks the index itself."""
-    patch.setattr(Asker, "ask", lambda self, call: call())
+    patch.setattr(LookupThread, "ask", lambda self, call: call())
 
 
 def late_tiers_are_asked_on(patch: pytest.MonkeyPatch) -> None:

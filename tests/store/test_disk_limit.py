@@ -10,8 +10,8 @@ from harness.waiting import until
 from store.disk_cases import MIB, WatchedFiles, disk_usage, get, held, put, record_of
 
 from kvire.core.errors import TierUnavailable
+from kvire.store.disk.allocator import MIN_CAPACITY_BYTES, spare_bytes
 from kvire.store.disk.index import BASE_INDEX_BYTES, SLOT_INDEX_BYTES
-from kvire.store.disk.room import MIN_CAPACITY_BYTES, spare_bytes
 from kvire.store.disk.tier import DiskTier
 
 

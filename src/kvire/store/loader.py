@@ -18,7 +18,7 @@ import numpy as np
 from kvire.codec.buffers import aligned_buffer
 from kvire.core.errors import BlockMissing, FrameDamaged, FrameForeign, TierUnavailable
 from kvire.core.record import BlockId, BlockRecord
-from kvire.store.epochs import Generation
+from kvire.store.generations import Generation
 from kvire.store.handle import TierHandle
 from kvire.store.ticket import FailureReason, LoadFailure, LoadState, Ticket, Wanted
 from kvire.store.tier import Buffer, Prefetching
@@ -32,19 +32,23 @@ LEAST_TIMEOUT_S = 1e-3
 log = logging.getLogger(__name__)
 
 # Where a block is read: the number of a remote tier, or None for the local ones, which are read together.
-Place = int | None
+ReadPlace = int | None
 
-# A block that was read, its KV, where it came from, and the marks of the load's tenants.
+# A block that was read, its KV, where it came from, and the generations of the load's tenants.
 Promote = Callable[[BlockRecord, Buffer, TierHandle, Mapping[str, Generation]], None]
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """One ticket with what its reads need. marks: of its tenants. first: names of handles that gave it a block."""
+    """One ticket with what its reads need.
+
+    generations: of its tenants.
+    first: names of the handles that gave it a block.
+    """
 
     ticket: Ticket
     order: Sequence[int]
-    marks: Mapping[str, Generation]
+    generations: Mapping[str, Generation]
     started: float = field(default_factory=time.perf_counter)
     first: set[str] = field(default_factory=set)
 
@@ -52,13 +56,14 @@ class _Load:
 @dataclass(slots=True, eq=False)
 class _InflightRead:
     """One read of one block, for all loads that want it by then. number: the first handle asked, among the local ones
-    or the remote ones. boarded: the loads whose block is READING, the one whose memory is read into first.
+    or the remote ones. queued: the loads that asked before the read began. waiters: the loads whose block is READING,
+    the one whose memory is read into first.
     """
 
     record: BlockRecord
     number: int
-    waiting: list[tuple[_Load, int]]
-    boarded: list[tuple[_Load, int]] = field(default_factory=list)
+    queued: list[tuple[_Load, int]]
+    waiters: list[tuple[_Load, int]] = field(default_factory=list)
 
 
 class Loader:
@@ -82,13 +87,13 @@ class Loader:
         self._damaged = damaged
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._flights: dict[tuple[BlockId, Place], _InflightRead] = {}  # by block and place
+        self._inflight: dict[tuple[BlockId, ReadPlace], _InflightRead] = {}  # by block and place
         self._tickets: set[Ticket] = set()
         self._planner = WorkerThreads("plan", 1 if self._local else 0)  # goes on while a local tier is slow
         self._local_workers = WorkerThreads("local", LOCAL_THREADS if self._local else 0)
         self._remote_workers = [WorkerThreads(handle.name, REMOTE_THREADS) for handle in self._remote]
         self._running = False
-        self._flying = 0  # local flights
+        self._local_reads = 0  # in flight
         self.idle = threading.Event()  # no local read is to be done: others may take the interpreter
         self.idle.set()
         self.shared_reads = 0  # blocks that a load got from another one's read
@@ -99,11 +104,11 @@ class Loader:
         for workers in (self._planner, self._local_workers, *self._remote_workers):
             workers.start()
 
-    def load(self, wanted: Sequence[Wanted], *, from_the_back: bool, marks: Mapping[str, Generation]) -> Ticket:
-        """Begin to load; the ticket says how it goes. marks: of the records' tenants; others are not promoted."""
+    def load(self, wanted: Sequence[Wanted], *, from_the_back: bool, generations: Mapping[str, Generation]) -> Ticket:
+        """Begin to load; the ticket says how it goes. generations: of the records' tenants; others are not promoted."""
         ticket = Ticket(wanted, timeout_s=self._timeout_s)
         order = range(len(wanted))
-        load = _Load(ticket, order[::-1] if from_the_back else order, marks)
+        load = _Load(ticket, order[::-1] if from_the_back else order, generations)
         with self._lock:
             running = self._running
             if running:
@@ -149,50 +154,51 @@ class Loader:
             here = [block_id for i, block_id in zip(load.order, ids, strict=True) if fastest.get(i) == number]
             if here and isinstance(handle.tier, Prefetching):
                 handle.tier.prefetch(here)
-        flights = self._flights_for(load, {i: fastest[i] for i in load.order if i in fastest}, None)
-        self._local_workers.add(partial(self._read_local, run) for run in self._runs(flights))
+        reads = self._reads_for(load, {i: fastest[i] for i in load.order if i in fastest}, None)
+        self._local_workers.add(partial(self._read_local, run) for run in self._runs(reads))
         self._ask_remote(load, [i for i in load.order if i not in fastest], 0, failure)
 
-    def _runs(self, flights: Sequence[_InflightRead]) -> Iterator[list[_InflightRead]]:
-        """Flights of one handle that are read together: as many as take RUN_S by what was measured so far."""
+    def _runs(self, reads: Sequence[_InflightRead]) -> Iterator[list[_InflightRead]]:
+        """Reads of one handle that are done together: as many as take RUN_S by what was measured so far."""
         begin = 0
-        while begin < len(flights):
-            handle = self._local[flights[begin].number]
+        while begin < len(reads):
+            handle = self._local[reads[begin].number]
             left_bytes = handle.meter.speed().bytes_per_s * RUN_S if handle.reads_runs else 0
-            run = [flights[begin]]
-            for flight in flights[begin + 1 : begin + MOST_IN_RUN]:
+            run = [reads[begin]]
+            for inflight in reads[begin + 1 : begin + MOST_IN_RUN]:
                 left_bytes -= run[-1].record.kv_bytes
-                if left_bytes <= 0 or flight.number != run[0].number:
+                if left_bytes <= 0 or inflight.number != run[0].number:
                     break
-                run.append(flight)
+                run.append(inflight)
             yield run
             begin += len(run)
 
     def _read_local(self, run: Sequence[_InflightRead]) -> None:
         """Read blocks that one handle should have into the memory of the first who want them."""
-        boarded = [(f, first) for f, first in zip(run, self._board(run, None), strict=True) if first is not None]
+        wanted = self._begin(run, None)
+        begun = [(inflight, first) for inflight, first in zip(run, wanted, strict=True) if first is not None]
         handle = self._local[run[0].number]
         try:
-            done = handle.fetch_run([(flight.record, first.out) for flight, first in boarded])
+            done = handle.fetch_run([(inflight.record, first.out) for inflight, first in begun])
         except Exception:  # whatever a tier does, the load ends
             log.exception("reading from %s failed", handle.name)
-            done = [False] * len(boarded)
-        read = [(f, first.out) for (f, first), is_done in zip(boarded, done, strict=True) if is_done]
-        self._land(read, None, handle)
-        for (flight, first), is_done in zip(boarded, done, strict=True):
+            done = [False] * len(begun)
+        read = [(inflight, first.out) for (inflight, first), is_done in zip(begun, done, strict=True) if is_done]
+        self._deliver(read, None, handle)
+        for (inflight, first), is_done in zip(begun, done, strict=True):
             if not is_done:
-                self._read_alone(flight, first)
+                self._read_alone(inflight, first)
 
-    def _read_alone(self, flight: _InflightRead, first: Wanted) -> None:
+    def _read_alone(self, inflight: _InflightRead, first: Wanted) -> None:
         """Read a block from the fastest handle that has it sound."""
         failures = []
-        for handle in self._local[flight.number :]:
-            if (failure := self._fetch(handle, flight.record, first.out, None)) is None:
-                self._land([(flight, first.out)], None, handle)
+        for handle in self._local[inflight.number :]:
+            if (failure := self._fetch(handle, inflight.record, first.out, None)) is None:
+                self._deliver([(inflight, first.out)], None, handle)
                 return
             failures.append(failure)
         told = [failure for failure in failures if failure.reason is not FailureReason.MISSING]
-        self._divert(flight, None, (told or failures)[0])
+        self._ask_next(inflight, None, (told or failures)[0])
 
     # Remote tiers
 
@@ -220,90 +226,90 @@ class Loader:
             return
         here = {i: place for i, is_here in zip(numbers, held, strict=True) if is_here}
         ticket.expect(list(here))
-        flights = self._flights_for(load, here, place)
-        self._remote_workers[place].add(partial(self._read_remote, flight) for flight in flights)
+        reads = self._reads_for(load, here, place)
+        self._remote_workers[place].add(partial(self._read_remote, inflight) for inflight in reads)
         self._ask_remote(load, [i for i in numbers if i not in here], place + 1, failure)
 
-    def _read_remote(self, flight: _InflightRead) -> None:
+    def _read_remote(self, inflight: _InflightRead) -> None:
         """Read a block into memory of our own."""
-        if self._board([flight], flight.number) == [None]:
+        if self._begin([inflight], inflight.number) == [None]:
             return
-        handle = self._remote[flight.number]
-        kv = aligned_buffer(flight.record.kv_bytes)
-        left_s = max(load.ticket.left_s() for load, _ in flight.boarded)
-        failure = self._fetch(handle, flight.record, kv, max(left_s, LEAST_TIMEOUT_S))
+        handle = self._remote[inflight.number]
+        kv = aligned_buffer(inflight.record.kv_bytes)
+        left_s = max(load.ticket.left_s() for load, _ in inflight.waiters)
+        failure = self._fetch(handle, inflight.record, kv, max(left_s, LEAST_TIMEOUT_S))
         if failure is None:
-            self._land([(flight, kv)], flight.number, handle)
+            self._deliver([(inflight, kv)], inflight.number, handle)
         else:
-            self._divert(flight, flight.number, failure)
+            self._ask_next(inflight, inflight.number, failure)
 
     # One read for all
 
-    def _flights_for(self, load: _Load, numbers: Mapping[int, int], place: Place) -> list[_InflightRead]:
-        """New flights for those blocks (with the handle to ask first) that no other load's flight brings already."""
-        flights = []
+    def _reads_for(self, load: _Load, numbers: Mapping[int, int], place: ReadPlace) -> list[_InflightRead]:
+        """New reads of those blocks (with the handle to ask first) that no other load's read brings already."""
+        reads = []
         with self._lock:
             for i, number in numbers.items():
                 record = load.ticket.wanted[i].record
-                flight = self._flights.get((record.id, place))
-                if flight is None or flight.record != record:
-                    flight = _InflightRead(record, number, [(load, i)])
-                    self._flights.setdefault((record.id, place), flight)
-                    flights.append(flight)
+                inflight = self._inflight.get((record.id, place))
+                if inflight is None or inflight.record != record:
+                    inflight = _InflightRead(record, number, [(load, i)])
+                    self._inflight.setdefault((record.id, place), inflight)
+                    reads.append(inflight)
                     self._count_local(place, 1)
                     continue
                 self.shared_reads += 1
-                if not flight.boarded:
-                    flight.waiting.append((load, i))
+                if not inflight.waiters:
+                    inflight.queued.append((load, i))
                 elif load.ticket.begin(i, attached=False):
-                    flight.boarded.append((load, i))
-        return flights
+                    inflight.waiters.append((load, i))
+        return reads
 
-    def _board(self, flights: Sequence[_InflightRead], place: Place) -> list[Wanted | None]:
+    def _begin(self, reads: Sequence[_InflightRead], place: ReadPlace) -> list[Wanted | None]:
         """Begin to read for all who still want the blocks; of each block the first of them, or None. Locally: into its
         memory.
         """
         with self._lock:
-            return [self._first_aboard(flight, place) for flight in flights]
+            return [self._begin_one(inflight, place) for inflight in reads]
 
-    def _first_aboard(self, flight: _InflightRead, place: Place) -> Wanted | None:
-        for load, i in flight.waiting:
-            if load.ticket.begin(i, attached=place is None and not flight.boarded):
-                flight.boarded.append((load, i))
-        flight.waiting.clear()
-        if not flight.boarded:
-            self._close(flight, place)
+    def _begin_one(self, inflight: _InflightRead, place: ReadPlace) -> Wanted | None:
+        for load, i in inflight.queued:
+            if load.ticket.begin(i, attached=place is None and not inflight.waiters):
+                inflight.waiters.append((load, i))
+        inflight.queued.clear()
+        if not inflight.waiters:
+            self._close(inflight, place)
             return None
-        load, i = flight.boarded[0]
+        load, i = inflight.waiters[0]
         return load.ticket.wanted[i]
 
-    def _end(self, flights: Sequence[_InflightRead], place: Place) -> list[list[tuple[_Load, int]]]:
-        """Nobody joins any more; of each flight everybody who did, the first last: copies are made from its memory."""
+    def _end(self, reads: Sequence[_InflightRead], place: ReadPlace) -> list[list[tuple[_Load, int]]]:
+        """Nobody joins any more; of each read everybody who did, the first last: copies are made from its memory."""
         with self._lock:
-            for flight in flights:
-                self._close(flight, place)
-            return [flight.boarded[::-1] for flight in flights]
+            for inflight in reads:
+                self._close(inflight, place)
+            return [inflight.waiters[::-1] for inflight in reads]
 
-    def _close(self, flight: _InflightRead, place: Place) -> None:
-        if self._flights.get((flight.record.id, place)) is flight:
-            del self._flights[flight.record.id, place]
+    def _close(self, inflight: _InflightRead, place: ReadPlace) -> None:
+        if self._inflight.get((inflight.record.id, place)) is inflight:
+            del self._inflight[inflight.record.id, place]
         self._count_local(place, -1)
 
-    def _count_local(self, place: Place, change: int) -> None:
+    def _count_local(self, place: ReadPlace, change: int) -> None:
         if place is not None:
             return
-        before, self._flying = self._flying, self._flying + change
-        if not self._flying:
+        before, self._local_reads = self._local_reads, self._local_reads + change
+        if not self._local_reads:
             self.idle.set()
         elif not before:
             self.idle.clear()
 
-    def _land(self, read: Sequence[tuple[_InflightRead, Buffer]], place: Place, handle: TierHandle) -> None:
+    def _deliver(self, read: Sequence[tuple[_InflightRead, Buffer]], place: ReadPlace, handle: TierHandle) -> None:
         """The blocks are there, verified, each in its buffer: hand them to all."""
-        for flight, kv in read:
-            self._promote(flight.record, kv, handle, flight.boarded[0][0].marks)
-        boarded = self._end([flight for flight, _ in read], place)
-        for (_, kv), loads in zip(read, boarded, strict=True):
+        for inflight, kv in read:
+            self._promote(inflight.record, kv, handle, inflight.waiters[0][0].generations)
+        waiters = self._end([inflight for inflight, _ in read], place)
+        for (_, kv), loads in zip(read, waiters, strict=True):
             for load, i in loads:
                 out = load.ticket.wanted[i].out
                 if out is not kv:
@@ -315,9 +321,9 @@ class Loader:
                     load.first.add(handle.name)
                     handle.meter.first_block(time.perf_counter() - load.started, len(kv))
 
-    def _divert(self, flight: _InflightRead, place: Place, failure: LoadFailure) -> None:
+    def _ask_next(self, inflight: _InflightRead, place: ReadPlace, failure: LoadFailure) -> None:
         """Nobody asked so far has it: go on with the next remote tier, everybody for themselves."""
-        for load, i in self._end([flight], place)[0]:
+        for load, i in self._end([inflight], place)[0]:
             load.ticket.wait_again(i)
             self._ask_remote(load, [i], 0 if place is None else place + 1, failure)
 

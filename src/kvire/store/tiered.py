@@ -20,12 +20,12 @@ from kvire.core.errors import StoreError, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
 from kvire.plan.cost import Speed
-from kvire.store.asker import AnswerLate, Asker
-from kvire.store.epochs import Generation, Generations
 from kvire.store.explain import Explainer, KeepsNotes, MissAnswer, MissQuery
+from kvire.store.generations import Generation, Generations
 from kvire.store.handle import HandleCounts, TierHandle
 from kvire.store.keyring import Keyring
 from kvire.store.loader import Loader
+from kvire.store.lookup_thread import AnswerLate, LookupThread
 from kvire.store.memory.tier import Evicting, Fill
 from kvire.store.ticket import Ticket, Wanted
 from kvire.store.tier import Buffer, Tier, TierKind, TierStats
@@ -83,17 +83,17 @@ class TieredStore:
         if len(self._by_name) < len(self._handles):
             raise StoreError(f"two tiers have the same name: {', '.join(handle.name for handle in self._handles)}")
         self._keyring = keyring
-        self._epochs = Generations(keyring.tenant)
+        self._generations = Generations(keyring.tenant)
         self._explainer = Explainer(self._handles)
         self._loader = Loader(
             self._handles, self._promote, self._explainer.note_damaged, timeout_s=config.load_timeout_s
         )
         self._writer = WriteBehind(
-            self._handles, self._epochs, self._loader.idle, admission=config.admission, buffer_bytes=buffer_bytes,
+            self._handles, self._generations, self._loader.idle, admission=config.admission, buffer_bytes=buffer_bytes,
             stored=self._explainer.note_stored,
         )  # fmt: skip
-        self._askers = {
-            handle.name: Asker(handle.name)
+        self._lookup_threads = {
+            handle.name: LookupThread(handle.name)
             for handle in self._handles
             if handle.local and handle.kind is not TierKind.MEMORY
         }
@@ -120,8 +120,8 @@ class TieredStore:
         self._writer.start()
         self._loader.start()
         self._explainer.start()
-        for asker in self._askers.values():
-            asker.start()
+        for thread in self._lookup_threads.values():
+            thread.start()
 
     def close(self) -> None:
         """Write what is queued within FLUSH_S, end all threads, close all tiers. Idempotent.
@@ -131,8 +131,8 @@ class TieredStore:
         self._loader.stop(JOIN_S)
         self._writer.stop(FLUSH_S, JOIN_S)
         self._explainer.stop(JOIN_S)
-        for asker in self._askers.values():
-            asker.stop(JOIN_S)
+        for thread in self._lookup_threads.values():
+            thread.stop(JOIN_S)
         for handle in self._handles:
             handle.tier.close()
 
@@ -179,10 +179,11 @@ class TieredStore:
 
     def load(self, wanted: Sequence[Wanted], *, from_the_back: bool = False) -> Ticket:
         """Begin to fetch blocks, in the order given or the reverse; returns at once. See Ticket."""
-        marks: dict[str, Generation] = {}
+        generations: dict[str, Generation] = {}
         with suppress(StoreError):  # a key file that cannot be read: the reads will say so
-            marks = {tenant: self._epochs.mark(tenant) for tenant in {item.record.tenant for item in wanted}}
-        return self._loader.load(wanted, from_the_back=from_the_back, marks=marks)
+            tenants = {item.record.tenant for item in wanted}
+            generations = {tenant: self._generations.now(tenant) for tenant in tenants}
+        return self._loader.load(wanted, from_the_back=from_the_back, generations=generations)
 
     def save(self, record: BlockRecord, kv: Buffer) -> bool:
         """Keep a block: copies its KV and returns; written in the background. False: dropped, and counted."""
@@ -220,7 +221,7 @@ class TieredStore:
         handles = {
             handle.name: HandleStats(
                 handle.kind, self._stats_of(handle), handle.counts, *self._writer.queued(handle), handle.meter.speed(),
-                asker.error if (asker := self._askers.get(handle.name)) else "",
+                thread.error if (thread := self._lookup_threads.get(handle.name)) else "",
             )
             for handle in self._handles
         }  # fmt: skip
@@ -231,7 +232,7 @@ class TieredStore:
 
         Raises TierUnavailable if a tier could not be cleared; the others are.
         """
-        self._epochs.end(None)
+        self._generations.end(None)
         self._writer.drop_stale(STALE_S)
         self._explainer.forget(None)
         return sum(self._everywhere(lambda tier: tier.clear(), "not cleared"))
@@ -245,7 +246,7 @@ class TieredStore:
         if tenant not in self._keyring.tenants():
             return 0
         tag = self._keyring.tenant(tenant).tag
-        self._epochs.end(tenant)
+        self._generations.end(tenant)
         self._keyring.forget(tenant)
         self._writer.drop_stale(STALE_S)
         self._explainer.forget(tenant)
@@ -264,8 +265,8 @@ class TieredStore:
 
     def _asked(self, handle: TierHandle, call: Callable[[], T]) -> T:
         """What a tier says, if it does so soon. Raises TierUnavailable."""
-        asker = self._askers.get(handle.name)
-        return call() if asker is None else asker.ask(call)
+        thread = self._lookup_threads.get(handle.name)
+        return call() if thread is None else thread.ask(call)
 
     def _stats_of(self, handle: TierHandle) -> TierStats:
         try:
@@ -286,14 +287,20 @@ class TieredStore:
             raise TierUnavailable("; ".join(failures))
         return counts
 
-    def _promote(self, record: BlockRecord, kv: Buffer, source: TierHandle, marks: Mapping[str, Generation]) -> None:
+    def _promote(
+        self, record: BlockRecord, kv: Buffer, source: TierHandle, generations: Mapping[str, Generation]
+    ) -> None:
         """A block was read: hand it to the handles before the one that gave it."""
         if source.kind is not TierKind.MEMORY:  # else it was noted when it came
             self._explainer.note_stored(record)
         faster = self._handles[: self._handles.index(source)]
-        if faster and (mark := marks.get(record.tenant)):
+        if faster and (generation := generations.get(record.tenant)):
             self._writer.offer(
-                record, lambda out: np.copyto(np.asarray(out), np.asarray(kv)), faster, mark=mark, why="promoted"
+                record,
+                lambda out: np.copyto(np.asarray(out), np.asarray(kv)),
+                faster,
+                generation=generation,
+                why="promoted",
             )
 
     def _demote(self, handle: TierHandle, record: BlockRecord, fill: Fill) -> None:
@@ -302,7 +309,9 @@ class TieredStore:
         try:
             if not below or any(lower.held([record.id])[0] for lower in below):
                 return
-            mark = self._writer.mark_of(handle, record.tenant)
+            generation = self._writer.generation_of(handle, record.tenant)
         except (TierUnavailable, StoreError):
             return
-        self._writer.offer(record, partial(handle.decode, record, fill), below[:1], mark=mark, why="demoted")
+        self._writer.offer(
+            record, partial(handle.decode, record, fill), below[:1], generation=generation, why="demoted"
+        )

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvire.core.errors import FrameDamaged, FrameForeign, StoreError
 from kvire.core.record import BlockId, BlockRecord
-from kvire.store.epochs import Generation, Generations
+from kvire.store.generations import Generation, Generations
 from kvire.store.handle import TierHandle
 from kvire.store.tier import Buffer
 from kvire.store.write_queue import LEAST_BLOCKS, Buffers, PendingWrite, WriteQueue
@@ -32,11 +32,11 @@ class WriteBehind:
     """
 
     def __init__(
-        self, handles: Sequence[TierHandle], epochs: Generations, no_loads: threading.Event,
+        self, handles: Sequence[TierHandle], generations: Generations, no_loads: threading.Event,
         *, admission: str = "all", buffer_bytes: int = DEFAULT_BUFFER_BYTES,
         stored: Callable[[BlockRecord], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        self._epochs = epochs
+        self._generations = generations
         self._by_turn = admission == "turn"
         self._share_bytes = buffer_bytes // max(1, len(handles) + self._by_turn)
         self._buffers = Buffers(buffer_bytes)
@@ -82,15 +82,15 @@ class WriteBehind:
 
     def offer(
         self, record: BlockRecord, fill: Callable[[Buffer], None], handles: Sequence[TierHandle],
-        *, mark: Generation | None = None, why: str = "saved",
+        *, generation: Generation | None = None, why: str = "saved",
     ) -> bool:  # fmt: skip
         """Queue a block for `handles`, or with none to wait for the end of its turn; False if there is no room for it.
 
-        fill: writes its KV; it may raise FrameDamaged or FrameForeign. mark: of what fill reads, if that is older than
-        this call.
+        fill: writes its KV; it may raise FrameDamaged or FrameForeign.
+        generation: of what fill reads, if that is older than this call.
         """
         try:
-            mark = mark or self._epochs.mark(record.tenant)
+            generation = generation or self._generations.now(record.tenant)
         except StoreError:  # the key file cannot be read: nothing can be stored
             return False
         with self._condition:
@@ -102,21 +102,21 @@ class WriteBehind:
                 queue.handle.count(dropped=queue not in taking)
             if not self._running or not self._queues or (handles and not taking):
                 return False
-            parcel = PendingWrite(record, self._buffers.take(record.kv_bytes), mark, why)
+            pending = PendingWrite(record, self._buffers.take(record.kv_bytes), generation, why)
             for queue in taking:
-                queue.reserve(parcel)
+                queue.reserve(pending)
         try:
-            fill(parcel.kv)
+            fill(pending.kv)
         except (FrameDamaged, FrameForeign):
             with self._condition:
                 for queue in taking:
-                    queue.done(parcel)
+                    queue.done(pending)
             return False
         with self._condition:
             for queue in taking:
-                queue.put(parcel)
+                queue.put(pending)
             if not handles:
-                self._let_wait(parcel)
+                self._let_wait(pending)
         return True
 
     def touch(self, ids: Sequence[BlockId]) -> None:
@@ -138,7 +138,7 @@ class WriteBehind:
             for block_id in unwanted & self._waiting.keys():
                 self._forget_waiting(block_id)
             for queue in self._queues:
-                queue.drop(lambda parcel: parcel.record.id in unwanted)
+                queue.drop(lambda pending: pending.record.id in unwanted)
                 queue.tell(partial(queue.handle.tier.delete, tuple(ids), "discarded"), must=True)
 
     def tell(self, handle: TierHandle, call: Callable[[], object]) -> None:
@@ -152,13 +152,13 @@ class WriteBehind:
             queue = self._queue_of(handle)
             return len(queue.ids), queue.bytes
 
-    def mark_of(self, handle: TierHandle, tenant: str) -> Generation:
+    def generation_of(self, handle: TierHandle, tenant: str) -> Generation:
         """For what the thread of this tier meets there now: not newer than anything that it is writing. Raises
         StoreError.
         """
-        mark = self._epochs.mark(tenant)
-        epochs = [parcel.mark.epoch for parcel in self._queue_of(handle).writing]
-        return mark._replace(epoch=min([mark.epoch, *epochs]))
+        generation = self._generations.now(tenant)
+        numbers = [pending.generation.number for pending in self._queue_of(handle).writing]
+        return generation._replace(number=min([generation.number, *numbers]))
 
     def drop_stale(self, timeout_s: float) -> bool:
         """Drop what the last `Generations.end` ended, and wait until nobody is writing any of it; False if that takes
@@ -166,12 +166,12 @@ class WriteBehind:
         """
         end = time.monotonic() + timeout_s
         with self._condition:
-            for block_id in [i for i, parcel in self._waiting.items() if not self._is_recent(parcel)]:
+            for block_id in [i for i, pending in self._waiting.items() if not self._is_recent(pending)]:
                 self._forget_waiting(block_id)
             for queue in self._queues:
-                queue.handle.count(stale=queue.drop(lambda parcel: not self._is_recent(parcel)))
+                queue.handle.count(stale=queue.drop(lambda pending: not self._is_recent(pending)))
             return self._wait_until(
-                lambda: all(self._is_recent(parcel) for queue in self._queues for parcel in queue.writing), end
+                lambda: all(self._is_recent(pending) for queue in self._queues for pending in queue.writing), end
             )
 
     def flush(self, timeout_s: float) -> bool:
@@ -200,14 +200,14 @@ class WriteBehind:
     def _queue_of(self, handle: TierHandle) -> WriteQueue:
         return next(queue for queue in self._queues if queue.handle is handle)
 
-    def _let_wait(self, parcel: PendingWrite) -> None:
+    def _let_wait(self, pending: PendingWrite) -> None:
         """Until its turn ends."""
-        size_bytes = parcel.record.kv_bytes
+        size_bytes = pending.record.kv_bytes
         share_bytes = max(self._share_bytes, LEAST_BLOCKS * size_bytes)
         while self._waiting and self._waiting_bytes + size_bytes > share_bytes:
             self._forget_waiting(next(iter(self._waiting)))
             self.unadmitted += 1
-        self._waiting[parcel.record.id] = parcel
+        self._waiting[pending.record.id] = pending
         self._waiting_bytes += size_bytes
 
     def _was_seen(self, block_id: BlockId) -> bool:
@@ -220,29 +220,29 @@ class WriteBehind:
 
     def _admit(self, ids: Sequence[BlockId]) -> None:
         for block_id in ids if self._waiting else ():
-            if (parcel := self._waiting.pop(block_id, None)) is None:
+            if (pending := self._waiting.pop(block_id, None)) is None:
                 continue
-            self._waiting_bytes -= parcel.record.kv_bytes
+            self._waiting_bytes -= pending.record.kv_bytes
             queues = [queue for queue in self._queues if block_id not in queue.ids]
-            taking = [queue for queue in queues if queue.has_room(parcel.record.kv_bytes)]
+            taking = [queue for queue in queues if queue.has_room(pending.record.kv_bytes)]
             for queue in queues:
                 queue.handle.count(dropped=queue not in taking)
             for queue in taking:
-                queue.reserve(parcel)
-                queue.put(parcel)
+                queue.reserve(pending)
+                queue.put(pending)
             if not taking:
-                self._buffers.give_back(parcel.kv)
+                self._buffers.give_back(pending.kv)
 
     def _forget_waiting(self, block_id: BlockId) -> None:
-        parcel = self._waiting.pop(block_id)
-        self._waiting_bytes -= parcel.record.kv_bytes
-        self._buffers.give_back(parcel.kv)
+        pending = self._waiting.pop(block_id)
+        self._waiting_bytes -= pending.record.kv_bytes
+        self._buffers.give_back(pending.kv)
 
-    def _is_recent(self, parcel: PendingWrite) -> bool:
-        return self._epochs.is_recent(parcel.record.tenant, parcel.mark)
+    def _is_recent(self, pending: PendingWrite) -> bool:
+        return self._generations.is_recent(pending.record.tenant, pending.generation)
 
-    def _may_store(self, parcel: PendingWrite) -> bool:
-        return self._epochs.is_current(parcel.record.tenant, parcel.mark)
+    def _may_store(self, pending: PendingWrite) -> bool:
+        return self._generations.is_current(pending.record.tenant, pending.generation)
 
     def _wait_until(self, done: Callable[[], bool], end: float) -> bool:
         while not done():

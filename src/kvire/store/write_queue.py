@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvire.codec.buffers import aligned_buffer
 from kvire.core.errors import StoreError, TierUnavailable
 from kvire.core.record import BlockId, BlockRecord
-from kvire.store.epochs import Generation
+from kvire.store.generations import Generation
 from kvire.store.handle import TierHandle
 from kvire.store.tier import Buffer
 
@@ -26,11 +26,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class PendingWrite:
-    """A block in the buffer. mark: see Epochs. why: names the counter. queues: how many still need it."""
+    """A block in the buffer.
+
+    generation: the one in which its write began, see Generations.
+    why: names the counter.
+    queues: how many still need it.
+    """
 
     record: BlockRecord
     kv: Buffer
-    mark: Generation
+    generation: Generation
     why: str
     queues: int = 0
 
@@ -61,7 +66,7 @@ class Buffers:
 
 
 class WriteQueue:
-    """Parcels on their way into one tier, in order.
+    """Pending writes on their way into one tier, in order.
 
     condition: its lock guards everything here but `run`. share_bytes: what may wait, unless LEAST_BLOCKS are more.
     may_store: asked before and after each write; what may not be stored any more is deleted again. stored: called with
@@ -73,9 +78,9 @@ class WriteQueue:
         *, may_store: Callable[[PendingWrite], bool], stored: Callable[[BlockRecord], None], no_loads: threading.Event,
     ) -> None:  # fmt: skip
         self.handle = handle
-        self.parcels: deque[PendingWrite] = deque()
+        self.waiting: deque[PendingWrite] = deque()
         self.writing: list[PendingWrite] = []
-        self.ids: set[BlockId] = set()  # of parcels and writing
+        self.ids: set[BlockId] = set()  # of waiting and writing
         self.bytes = 0  # of them
         # Small things to tell the tier. Of too many the oldest are lost, which costs recency and nothing else.
         self._calls: deque[Callable[[], object]] = deque(maxlen=QUEUED_CALLS)
@@ -92,21 +97,21 @@ class WriteQueue:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing left to do."""
-        return not (self.parcels or self._calls or self._musts or self._busy)
+        return not (self.waiting or self._calls or self._musts or self._busy)
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether one more block may wait."""
         return self.bytes + size_bytes <= max(self._share_bytes, LEAST_BLOCKS * size_bytes)
 
-    def reserve(self, parcel: PendingWrite) -> None:
-        """The parcel will be put in; until then its place is taken."""
-        self.ids.add(parcel.record.id)
-        self.bytes += parcel.record.kv_bytes
-        parcel.queues += 1
+    def reserve(self, pending: PendingWrite) -> None:
+        """The pending write will be put in; until then its place is taken."""
+        self.ids.add(pending.record.id)
+        self.bytes += pending.record.kv_bytes
+        pending.queues += 1
 
-    def put(self, parcel: PendingWrite) -> None:
-        """Queue a parcel that was reserved for."""
-        self.parcels.append(parcel)
+    def put(self, pending: PendingWrite) -> None:
+        """Queue a pending write that was reserved for."""
+        self.waiting.append(pending)
         self._condition.notify_all()
 
     def tell(self, call: Callable[[], object], *, must: bool = False) -> None:
@@ -114,21 +119,21 @@ class WriteQueue:
         (self._musts if must else self._calls).append(call)
         self._condition.notify_all()
 
-    def done(self, parcel: PendingWrite) -> None:
-        """This queue needs the parcel no more."""
-        self.ids.discard(parcel.record.id)
-        self.bytes -= parcel.record.kv_bytes
-        parcel.queues -= 1
-        if parcel.queues == 0:
-            self._buffers.give_back(parcel.kv)
+    def done(self, pending: PendingWrite) -> None:
+        """This queue needs the pending write no more."""
+        self.ids.discard(pending.record.id)
+        self.bytes -= pending.record.kv_bytes
+        pending.queues -= 1
+        if pending.queues == 0:
+            self._buffers.give_back(pending.kv)
         self._condition.notify_all()
 
     def drop(self, which: Callable[[PendingWrite], bool]) -> int:
-        """Take parcels out that are not being written; how many."""
-        dropped = [parcel for parcel in self.parcels if which(parcel)]
-        for parcel in dropped:
-            self.parcels.remove(parcel)
-            self.done(parcel)
+        """Take pending writes out that are not being written; how many."""
+        dropped = [pending for pending in self.waiting if which(pending)]
+        for pending in dropped:
+            self.waiting.remove(pending)
+            self.done(pending)
         return len(dropped)
 
     def stop(self) -> None:
@@ -143,7 +148,7 @@ class WriteQueue:
         scratch = aligned_buffer(0)
         while (calls := self._next()) is not None:
             self._no_loads.wait(LOADS_FIRST_S)
-            longest = max((self.handle.frames.frame_bytes(parcel.record) for parcel in self.writing), default=0)
+            longest = max((self.handle.frames.frame_bytes(pending.record) for pending in self.writing), default=0)
             if len(scratch) < longest:
                 scratch = aligned_buffer(longest)
             try:
@@ -155,8 +160,8 @@ class WriteQueue:
                 log.exception("writing to %s failed", self.handle.name)
                 self.handle.count(unavailable=1)
             finally:
-                for parcel in list(self.writing):
-                    self._written(parcel)
+                for pending in list(self.writing):
+                    self._written(pending)
                 with self._condition:
                     self._busy = False
                     self._condition.notify_all()
@@ -164,11 +169,11 @@ class WriteQueue:
     def _next(self) -> list[Callable[[], object]] | None:
         """Wait for work; moves a batch to `writing`, returns the calls. None at the end."""
         with self._condition:
-            while self._running and not self.parcels and not self._calls and not self._musts:
+            while self._running and not self.waiting and not self._calls and not self._musts:
                 self._condition.wait()
             if not self._running:
                 return None
-            self.writing = [self.parcels.popleft() for _ in range(min(BATCH_BLOCKS, len(self.parcels)))]
+            self.writing = [self.waiting.popleft() for _ in range(min(BATCH_BLOCKS, len(self.waiting)))]
             calls = [*self._musts, *self._calls]
             self._musts.clear()
             self._calls.clear()
@@ -176,26 +181,28 @@ class WriteQueue:
             return calls
 
     def _write_batch(self, scratch: Buffer) -> None:
-        parcels = list(self.writing)
+        batch = list(self.writing)
         try:
-            needed = self.handle.needs([parcel.record.id for parcel in parcels]) if parcels else []
+            needed = self.handle.needs([pending.record.id for pending in batch]) if batch else []
         except TierUnavailable:
-            self.handle.count(dropped=len(parcels))
+            self.handle.count(dropped=len(batch))
             return
-        known = [parcel.record.id for parcel, is_needed in zip(parcels, needed, strict=True) if not is_needed]
+        known = [pending.record.id for pending, is_needed in zip(batch, needed, strict=True) if not is_needed]
         self.handle.count(known=len(known))
-        for parcel, is_needed in zip(parcels, needed, strict=True):
+        for pending, is_needed in zip(batch, needed, strict=True):
             if is_needed:
-                self._write(parcel, scratch)
-            self._written(parcel)
+                self._write(pending, scratch)
+            self._written(pending)
         if known:
             self.handle.tier.touch(known)
 
-    def _write(self, parcel: PendingWrite, scratch: Buffer) -> None:
-        record = parcel.record
+    def _write(self, pending: PendingWrite, scratch: Buffer) -> None:
+        record = pending.record
         try:
-            kept = self.handle.store(record, parcel.kv, scratch, parcel.mark.tag, lambda: self._may_store(parcel))
-            if not self._may_store(parcel):
+            kept = self.handle.store(
+                record, pending.kv, scratch, pending.generation.tag, lambda: self._may_store(pending)
+            )
+            if not self._may_store(pending):
                 self.handle.count(stale=1)
                 self.handle.tier.delete([record.id], "forgotten")
                 return
@@ -204,10 +211,10 @@ class WriteQueue:
             return
         if kept:
             self._stored(record)
-            if parcel.why != "saved":
-                self.handle.count(**{parcel.why: 1})
+            if pending.why != "saved":
+                self.handle.count(**{pending.why: 1})
 
-    def _written(self, parcel: PendingWrite) -> None:
+    def _written(self, pending: PendingWrite) -> None:
         with self._condition:
-            self.writing.remove(parcel)
-            self.done(parcel)
+            self.writing.remove(pending)
+            self.done(pending)

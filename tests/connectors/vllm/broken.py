@@ -121,15 +121,15 @@ def memory_is_reused_under_a_read(patch: pytest.MonkeyPatch) -> None:
 def late_bytes_go_to_the_callers_memory(patch: pytest.MonkeyPatch) -> None:
     """A remote tier reads into the memory that was asked for, whoever has it by then."""
 
-    def broken(self, flight):
-        [first] = self._board([flight], flight.number)
+    def broken(self, inflight):
+        [first] = self._begin([inflight], inflight.number)
         if first is None:
             return
-        level = self._remote[flight.number]
-        if (failure := self._fetch(level, flight.record, first.out, None)) is None:
-            self._land([(flight, bytearray(first.out))], flight.number, level)
+        level = self._remote[inflight.number]
+        if (failure := self._fetch(level, inflight.record, first.out, None)) is None:
+            self._deliver([(inflight, bytearray(first.out))], inflight.number, level)
         else:
-            self._divert(flight, flight.number, failure)
+            self._ask_next(inflight, inflight.number, failure)
 
     patch.setattr(Loader, "_read_remote", broken)
 

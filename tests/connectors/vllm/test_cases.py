@@ -215,7 +215,7 @@ def s44_files_that_vanish() -> None:
 
     prompts = [[100 * number + i for i in range(30)] for number in range(5)]
     with pytest.MonkeyPatch.context() as patch, folder() as path, store_over(disk, path) as store:
-        patch.setattr("kvire.store.disk.room.SEGMENT_BYTES", 8 * 4096)  # so that there are several
+        patch.setattr("kvire.store.disk.allocator.SEGMENT_BYTES", 8 * 4096)  # so that there are several
         for lose in (one_file, half_of_the_files, all_files, no_folder):
             for prompt in prompts:
                 asked(store, prompt)

@@ -1,4 +1,4 @@
 """The disk tier: one folder of segment files and an index, shared by processes, bounded, warm after kill -9.
 
-Read first: tier.py, then segments.py (bytes of a slot) and room.py (which slot, and what goes for it).
+Read first: tier.py, then segments.py (bytes of a slot) and allocator.py (which slot, and what goes for it).
 """

@@ -21,9 +21,7 @@ from pathlib import Path
 from threading import Lock
 
 from kvire.core.errors import StoreError
-from kvire.store.disk.files import Files
-from kvire.store.disk.index import DiskIndex, is_damage
-from kvire.store.disk.room import (
+from kvire.store.disk.allocator import (
     Evicted,
     Segment,
     SlotAllocator,
@@ -32,6 +30,8 @@ from kvire.store.disk.room import (
     note_capacity,
     noted_capacity,
 )
+from kvire.store.disk.files import Files
+from kvire.store.disk.index import DiskIndex, is_damage
 from kvire.store.disk.rows import MOST_OWNERS, READY, SCANNING, IndexDamagedError
 from kvire.store.disk.salvage import Salvaged, salvage
 from kvire.store.disk.segments import SegmentFiles
@@ -102,7 +102,7 @@ class DiskFolder:
         return False
 
     @contextmanager
-    def room(self, evicted: Evicted, *, may_grow: bool = True) -> Iterator[SlotAllocator]:
+    def allocator(self, evicted: Evicted, *, may_grow: bool = True) -> Iterator[SlotAllocator]:
         """One transaction of the index. evicted: is told what went, once that is certain."""
         gone = Evicted()
         with self.index.transaction() as run:
@@ -253,15 +253,15 @@ class DiskFolder:
         found = set(self.segments.found())
         if {row[:2] for row in self.index.query("SELECT id, slot_bytes FROM segments")} == found:
             return
-        with self.room(Evicted()) as room:
-            run = room.run
+        with self.allocator(Evicted()) as allocator:
+            run = allocator.run
             known = run("SELECT id, slot_bytes, slots, state FROM segments")
             sizes = {segment: slot_bytes for segment, slot_bytes, _, _ in known}
             if any(sizes.get(segment, slot_bytes) != slot_bytes for segment, slot_bytes in found):
                 raise IndexDamagedError("a segment's slots are of another size than it says")
             for gone, size, count, state in known:
                 if state in (READY, SCANNING) and not self.segments.exists(gone, size):
-                    room.drop(Segment(gone, size, count))
+                    allocator.drop(Segment(gone, size, count))
             for segment, slot_bytes in found - {(row[0], row[1]) for row in known}:
                 slots = self.segments.slots(segment, slot_bytes) if self.segments.exists(segment, slot_bytes) else 0
                 if slots == 0:

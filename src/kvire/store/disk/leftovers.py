@@ -1,7 +1,7 @@
 """What processes that ended in the middle of a write left behind in a disk tier's folder."""
 
 from kvire.store.disk.access import DiskAccess
-from kvire.store.disk.room import Evicted
+from kvire.store.disk.allocator import Evicted
 from kvire.store.disk.rows import MAKING
 from kvire.store.disk.upkeep import reclaim
 
@@ -21,6 +21,6 @@ def leftovers(access: DiskAccess, evicted: Evicted, *, free: bool) -> int:
             if not folder.alive(owner):
                 size_bytes += claimed_bytes
                 if free:
-                    with folder.room(evicted) as room:
-                        reclaim(room, owner)
+                    with folder.allocator(evicted) as allocator:
+                        reclaim(allocator, owner)
     return size_bytes

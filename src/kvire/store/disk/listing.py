@@ -8,8 +8,8 @@ from kvire.core.errors import TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId
 from kvire.store.disk.access import DiskAccess
+from kvire.store.disk.allocator import Evicted, capacity_of
 from kvire.store.disk.folder import INDEX_FILES
-from kvire.store.disk.room import Evicted, capacity_of
 from kvire.store.disk.rows import GONE
 from kvire.store.tier import Entry, TierStats
 

@@ -7,9 +7,9 @@ from contextlib import suppress
 from kvire.core.errors import BlockMissing, FrameDamaged, TierUnavailable
 from kvire.core.record import BlockId
 from kvire.store.disk.access import ERRORS, DiskAccess
+from kvire.store.disk.allocator import Evicted
 from kvire.store.disk.folder import DiskFolder
 from kvire.store.disk.index import Location, is_damage
-from kvire.store.disk.room import Evicted
 from kvire.store.disk.segments import is_head_of
 from kvire.store.disk.upkeep import vanished
 from kvire.store.tier import Buffer, ReadOutcome
@@ -121,9 +121,9 @@ class DiskReader:
     def _not_there(self, folder: DiskFolder, block_id: BlockId, place: Location) -> None:
         """The slot does not hold the block: it moved while it was read, or its file is gone or was written over."""
         try:
-            with folder.room(self._evicted) as room:
-                if folder.index.place(block_id, self._access.now(), room.run) == place:
-                    vanished(folder, room, block_id, place)
+            with folder.allocator(self._evicted) as allocator:
+                if folder.index.place(block_id, self._access.now(), allocator.run) == place:
+                    vanished(folder, allocator, block_id, place)
         except ERRORS as error:
             if is_damage(error):
                 raise

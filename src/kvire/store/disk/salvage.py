@@ -6,8 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvire.store.disk.allocator import MIN_CAPACITY_BYTES, noted_capacity
 from kvire.store.disk.index import DiskIndex
-from kvire.store.disk.room import MIN_CAPACITY_BYTES, noted_capacity
 from kvire.store.disk.rows import IndexDamagedError
 
 TROUBLE = (OSError, sqlite3.Error, IndexDamagedError)

@@ -1,8 +1,8 @@
 """The disk tier: frames in a folder that several processes share, within a limit that holds at every moment.
 
-Read on: disk/reader.py, disk/room.py (who gets which slot), disk/segments.py (slots), disk/index.py (which block lies
-where), disk/folder.py (one opened folder), disk/access.py (what happens when it fails), disk/upkeep.py (the thread
-beside).
+Read on: disk/reader.py, disk/allocator.py (which block gets which slot), disk/segments.py (slots), disk/index.py
+(where each block is), disk/folder.py (one opened folder), disk/access.py (what happens when it fails),
+disk/upkeep.py (the thread beside).
 
 A write claims a slot in the index, fills it, and enters the block: at no moment does the index name a slot that is not
 wholly written. Whoever dies in between leaves a claim that others free. Nothing is synced before a write returns: a
@@ -21,6 +21,7 @@ from kvire.core.errors import ConfigError, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
 from kvire.store.disk.access import DiskAccess
+from kvire.store.disk.allocator import MIN_CAPACITY_BYTES, Evicted
 from kvire.store.disk.clock import since_boot
 from kvire.store.disk.files import Files
 from kvire.store.disk.folder import DiskFolder
@@ -29,7 +30,6 @@ from kvire.store.disk.leftovers import leftovers
 from kvire.store.disk.listing import TenantUse, counted, entries
 from kvire.store.disk.prefetch import ReadAhead
 from kvire.store.disk.reader import DiskReader
-from kvire.store.disk.room import MIN_CAPACITY_BYTES, Evicted
 from kvire.store.disk.segments import SlotHeader, slot_bytes_for
 from kvire.store.disk.upkeep import Touches, Upkeep, overwrite_free, remove_rows
 from kvire.store.disk.writer import DiskWriter
@@ -163,9 +163,9 @@ class DiskTier:
         with self._access.changes() as folder:
             for start in range(0, len(ids) if folder else 0, AT_ONCE):
                 assert folder is not None
-                with folder.room(self._evicted) as room:
+                with folder.allocator(self._evicted) as allocator:
                     for block_id in ids[start : start + AT_ONCE]:
-                        count += remove_rows(folder, room, query, block_id, reason)
+                        count += remove_rows(folder, allocator, query, block_id, reason)
         return count
 
     def delete_tenant(self, tenant_tag: bytes) -> int:
@@ -178,8 +178,8 @@ class DiskTier:
             for (slot_bytes,) in folder.index.query("SELECT DISTINCT slot_bytes FROM segments"):
                 removed = 1
                 while removed:
-                    with folder.room(self._evicted) as room:
-                        removed = remove_rows(folder, room, query, (slot_bytes, tenant_tag, AT_ONCE), "forgotten")
+                    with folder.allocator(self._evicted) as allocator:
+                        removed = remove_rows(folder, allocator, query, (slot_bytes, tenant_tag, AT_ONCE), "forgotten")
                     count += removed
             overwrite_free(folder, AT_ONCE)
         return count

@@ -10,9 +10,9 @@ from contextlib import suppress
 from kvire.core.errors import KvireError
 from kvire.core.record import BlockId
 from kvire.store.disk.access import DiskAccess
+from kvire.store.disk.allocator import Evicted, Segment, SlotAllocator, spare_bytes
 from kvire.store.disk.folder import DiskFolder
 from kvire.store.disk.index import MOST_ASKED, Location
-from kvire.store.disk.room import Evicted, Segment, SlotAllocator, spare_bytes
 from kvire.store.disk.rows import GONE, LAST_S, MAKING, READY, SCANNING, IndexDamagedError
 from kvire.store.disk.segments import HEAD_BYTES, SLOT_BITS, SlotHeader, place_of, segment_of, slots_of
 from kvire.store.disk.writer import DiskWriter
@@ -141,8 +141,8 @@ class Upkeep:
         for segment, slot_bytes in gone:
             if folder.segments.exists(segment, slot_bytes):
                 raise IndexDamagedError("it says that a segment is gone, and it is there")
-            with folder.room(self._evicted) as room:
-                room.sweep(segment, "room", folder.index.rows_at_once)
+            with folder.allocator(self._evicted) as allocator:
+                allocator.sweep(segment, "room", folder.index.rows_at_once)
         return bool(gone)
 
     def _scan(self, folder: DiskFolder) -> bool:
@@ -157,18 +157,20 @@ class Upkeep:
                 slots = [segment.id << SLOT_BITS | place for place in places]
                 heads = [(slot, folder.segments.head(slot, segment.slot_bytes)) for slot in slots]
             except FileNotFoundError:
-                with folder.room(self._evicted) as room:
-                    room.drop(segment)
+                with folder.allocator(self._evicted) as allocator:
+                    allocator.drop(segment)
                 return True
-            with folder.room(self._evicted) as room:
-                now_at = room.run("SELECT scanned FROM segments WHERE id = ? AND state = ?", segment.id, SCANNING)
+            with folder.allocator(self._evicted) as allocator:
+                now_at = allocator.run("SELECT scanned FROM segments WHERE id = ? AND state = ?", segment.id, SCANNING)
                 if now_at == [(scanned,)]:  # else another process was faster
                     for slot, head in heads:
-                        take_in(room, slot, segment.slot_bytes, head, used)
+                        take_in(allocator, slot, segment.slot_bytes, head, used)
                     state = READY if places.stop == segment.slots else SCANNING
-                    room.run("UPDATE segments SET scanned = ?, state = ? WHERE id = ?", places.stop, state, segment.id)
-                    if not room.run("SELECT 1 FROM segments WHERE state = ? LIMIT 1", SCANNING):
-                        room.run("DELETE FROM pins")
+                    allocator.run(
+                        "UPDATE segments SET scanned = ?, state = ? WHERE id = ?", places.stop, state, segment.id
+                    )
+                    if not allocator.run("SELECT 1 FROM segments WHERE state = ? LIMIT 1", SCANNING):
+                        allocator.run("DELETE FROM pins")
         return bool(rows)
 
     def _shrink(self, folder: DiskFolder) -> bool:
@@ -176,10 +178,10 @@ class Upkeep:
         if spare_bytes(folder.index.query) >= 0:
             return False
         must_be_as_long_as_files(folder)
-        with folder.room(self._evicted) as room:
-            for segment in () if spare_bytes(room.run) >= 0 else room.coldest(None, before=float("inf"))[:1]:
+        with folder.allocator(self._evicted) as allocator:
+            for segment in () if spare_bytes(allocator.run) >= 0 else allocator.coldest(None, before=float("inf"))[:1]:
                 log.warning("%s is above its limit: %d slots are given back", folder.path, segment.slots)
-                room.drop(segment)
+                allocator.drop(segment)
                 return True
         return False
 
@@ -188,16 +190,18 @@ class Upkeep:
         due = "FROM blocks WHERE expires <= ? AND NOT pinned ORDER BY expires LIMIT ?"
         if not folder.index.query(f"SELECT 1 {due}", now, 1):
             return
-        with folder.room(self._evicted) as room:
-            remove_rows(folder, room, f"SELECT slot, slot_bytes, frame_bytes, tenant {due}", (now, most), "expired")
+        with folder.allocator(self._evicted) as allocator:
+            remove_rows(
+                folder, allocator, f"SELECT slot, slot_bytes, frame_bytes, tenant {due}", (now, most), "expired"
+            )
 
     def _reclaim(self, folder: DiskFolder) -> bool:
         """Free what processes that ended had claimed."""
         owners = folder.index.query("SELECT owner FROM claims UNION SELECT owner FROM segments WHERE state = ?", MAKING)
         dead = [owner for (owner,) in owners if not folder.alive(owner)]
         for owner in dead:
-            with folder.room(self._evicted) as room:
-                reclaim(room, owner)
+            with folder.allocator(self._evicted) as allocator:
+                reclaim(allocator, owner)
         return bool(dead)
 
     def _back_from_the_future(self, folder: DiskFolder) -> None:
@@ -252,50 +256,50 @@ def must_be_as_long_as_files(folder: DiskFolder) -> None:
                 raise IndexDamagedError("its segments are not as large as it says")
 
 
-def take_in(room: SlotAllocator, slot: int, slot_bytes: int, head: SlotHeader | None, used: float) -> None:
+def take_in(allocator: SlotAllocator, slot: int, slot_bytes: int, head: SlotHeader | None, used: float) -> None:
     """Enter what lies in a slot into the index: the block that its head names, or nothing."""
     if head is not None and head.frame_bytes <= slot_bytes - HEAD_BYTES:
-        same = room.run("SELECT slot, slot_bytes, created FROM blocks WHERE key = ? AND grp = ?", *head.id)
+        same = allocator.run("SELECT slot, slot_bytes, created FROM blocks WHERE key = ? AND grp = ?", *head.id)
         if any(old == slot for old, _, _ in same):
             raise IndexDamagedError("it looks again for what it has")
         if not any(created >= head.created for _, _, created in same):
             for old, old_bytes, _ in same:
-                room.wipe(old, old_bytes)
-                room.run("DELETE FROM blocks WHERE slot = ?", old)
-            pinned = room.run("SELECT 1 FROM pins WHERE key = ? AND grp = ?", *head.id)
-            room.enter(slot, slot_bytes, head, used, pinned=bool(pinned))
+                allocator.wipe(old, old_bytes)
+                allocator.run("DELETE FROM blocks WHERE slot = ?", old)
+            pinned = allocator.run("SELECT 1 FROM pins WHERE key = ? AND grp = ?", *head.id)
+            allocator.enter(slot, slot_bytes, head, used, pinned=bool(pinned))
             return
     if head is not None:
-        room.wipe(slot, slot_bytes)
-    room.run("INSERT INTO free VALUES (?, ?)", slot, slot_bytes)
+        allocator.wipe(slot, slot_bytes)
+    allocator.run("INSERT INTO free VALUES (?, ?)", slot, slot_bytes)
 
 
-def reclaim(room: SlotAllocator, owner: int) -> None:
+def reclaim(allocator: SlotAllocator, owner: int) -> None:
     """Free what the process of that number had claimed, and the segments that it did not finish."""
-    for slot, slot_bytes in room.run("SELECT slot, slot_bytes FROM claims WHERE owner = ?", owner):
-        room.free(slot, slot_bytes, owner)
-    rows = room.run("SELECT id, slot_bytes, slots FROM segments WHERE owner = ? AND state = ?", owner, MAKING)
+    for slot, slot_bytes in allocator.run("SELECT slot, slot_bytes FROM claims WHERE owner = ?", owner):
+        allocator.free(slot, slot_bytes, owner)
+    rows = allocator.run("SELECT id, slot_bytes, slots FROM segments WHERE owner = ? AND state = ?", owner, MAKING)
     for row in rows:
         segment = Segment(*row)
-        if room.run("SELECT 1 FROM blocks WHERE slot BETWEEN ? AND ? LIMIT 1", *slots_of(segment.id)):
+        if allocator.run("SELECT 1 FROM blocks WHERE slot BETWEEN ? AND ? LIMIT 1", *slots_of(segment.id)):
             raise IndexDamagedError("it has blocks in a segment that was never finished")
-        room.drop(segment)
+        allocator.drop(segment)
 
 
-def remove_rows(folder: DiskFolder, room: SlotAllocator, sql: str, values: tuple[object, ...], reason: str) -> int:
+def remove_rows(folder: DiskFolder, allocator: SlotAllocator, sql: str, values: tuple[object, ...], reason: str) -> int:
     """Remove the blocks that a query names (slot, slot_bytes, frame_bytes, tenant); how many.
 
     Their heads are wiped before the index forgets them, so that none comes back if the index is lost; what was to
     be forgotten is overwritten.
     """
-    rows = room.run(sql, *values)
+    rows = allocator.run(sql, *values)
     for slot, slot_bytes, frame_bytes, tenant in rows:
         if frame_bytes > slot_bytes - HEAD_BYTES:
             raise IndexDamagedError("a frame is longer than its slot")
         with suppress(FileNotFoundError):
             folder.segments.wipe(slot, slot_bytes, frame_bytes if reason == "forgotten" else 0)
-        room.run("DELETE FROM blocks WHERE slot = ?", slot)
-        room.evicted.add(reason, tenant)
+        allocator.run("DELETE FROM blocks WHERE slot = ?", slot)
+        allocator.evicted.add(reason, tenant)
     return len(rows)
 
 
@@ -303,24 +307,26 @@ def overwrite_free(folder: DiskFolder, at_once: int) -> None:
     """Overwrite what free slots held: earlier frames of blocks that were written again."""
     after: int | None = -1
     while after is not None:
-        with folder.room(Evicted()) as room:
-            rows = room.run("SELECT slot, slot_bytes FROM free WHERE slot > ? ORDER BY slot LIMIT ?", after, at_once)
+        with folder.allocator(Evicted()) as allocator:
+            rows = allocator.run(
+                "SELECT slot, slot_bytes FROM free WHERE slot > ? ORDER BY slot LIMIT ?", after, at_once
+            )
             for slot, slot_bytes in rows:
                 with suppress(FileNotFoundError):
                     folder.segments.wipe(slot, slot_bytes, slot_bytes - HEAD_BYTES)
         after = rows[-1][0] if rows else None
 
 
-def vanished(folder: DiskFolder, room: SlotAllocator, block_id: BlockId, place: Location) -> None:
+def vanished(folder: DiskFolder, allocator: SlotAllocator, block_id: BlockId, place: Location) -> None:
     """A block does not lie where the index says: drop its segment if the file is gone, else believe the slot.
 
     Raises IndexDamagedError if the index contradicts itself about the block.
     """
-    rows = room.run(
+    rows = allocator.run(
         "SELECT slot_bytes, frame_bytes, tenant FROM blocks WHERE slot = ? AND key = ? AND grp = ?",
         place.slot, *block_id,
     )  # fmt: skip
-    segments = room.run("SELECT id, slot_bytes, slots, state FROM segments WHERE id = ?", segment_of(place.slot))
+    segments = allocator.run("SELECT id, slot_bytes, slots, state FROM segments WHERE id = ?", segment_of(place.slot))
     if [row[:2] for row in rows] != [(place.slot_bytes, place.frame_bytes)]:
         raise IndexDamagedError("its tables contradict each other about a block")
     if [row[1] for row in segments] != [place.slot_bytes]:
@@ -333,9 +339,9 @@ def vanished(folder: DiskFolder, room: SlotAllocator, block_id: BlockId, place: 
                 return  # it was written again just now
             head = None  # the file was cut
     elif state != GONE:
-        room.drop(Segment(*fields))
-    room.run("DELETE FROM blocks WHERE slot = ?", place.slot)
-    room.evicted.add("damaged", rows[0][2])
-    if room.run("SELECT 1 FROM free WHERE slot = ?", place.slot):  # its segment is there
-        room.run("DELETE FROM free WHERE slot = ?", place.slot)
-        take_in(room, place.slot, place.slot_bytes, head, head.created if head else 0.0)
+        allocator.drop(Segment(*fields))
+    allocator.run("DELETE FROM blocks WHERE slot = ?", place.slot)
+    allocator.evicted.add("damaged", rows[0][2])
+    if allocator.run("SELECT 1 FROM free WHERE slot = ?", place.slot):  # its segment is there
+        allocator.run("DELETE FROM free WHERE slot = ?", place.slot)
+        take_in(allocator, place.slot, place.slot_bytes, head, head.created if head else 0.0)

@@ -4,10 +4,10 @@ import sqlite3
 from collections.abc import Callable, Sequence
 
 from kvire.core.record import BlockId
+from kvire.store.disk.allocator import OWN_PROMPT, Evicted, Segment
 from kvire.store.disk.files import NO_SPACE
 from kvire.store.disk.folder import DiskFolder
 from kvire.store.disk.index import JournalFullError, Run
-from kvire.store.disk.room import OWN_PROMPT, Evicted, Segment
 from kvire.store.disk.rows import MAKING, READY
 from kvire.store.disk.segments import SlotHeader
 from kvire.store.eviction.order import CutOff
@@ -55,8 +55,8 @@ class DiskWriter:
             return slot
         try:
             folder.segments.write(slot, slot_bytes, head, frame)
-            with folder.room(self._evicted) as room:
-                old = room.keep(slot, slot_bytes, head)
+            with folder.allocator(self._evicted) as allocator:
+                old = allocator.keep(slot, slot_bytes, head)
         except BaseException as error:
             self._give_back(folder, slot, slot_bytes)
             if isinstance(error, OSError) and error.errno in NO_SPACE:
@@ -76,13 +76,13 @@ class DiskWriter:
             self._cut_off.discard(head.parent)  # another process wrote it
         its_turn = False
         while True:
-            with folder.room(self._evicted, may_grow=self._elapsed() >= self._grow_from) as room:
+            with folder.allocator(self._evicted, may_grow=self._elapsed() >= self._grow_from) as allocator:
                 limit = self._writes_per_day_bytes
-                if limit is not None and self._written_today(room.run, head.created) + slot_bytes > limit:
+                if limit is not None and self._written_today(allocator.run, head.created) + slot_bytes > limit:
                     return "wear"
-                claimed = room.claim(slot_bytes, head.tenant_tag, head.created, head.parent)
+                claimed = allocator.claim(slot_bytes, head.tenant_tag, head.created, head.parent)
                 if limit is not None and isinstance(claimed, int):
-                    room.run("UPDATE written SET bytes = bytes + ?", slot_bytes)
+                    allocator.run("UPDATE written SET bytes = bytes + ?", slot_bytes)
             if claimed is OWN_PROMPT and not its_turn:
                 its_turn = True  # unless others are older, once that is noted
                 self._use_above(folder, head, NOTED_IN_ITS_TURN_S)
@@ -117,11 +117,11 @@ class DiskWriter:
 
     def _give_back(self, folder: DiskFolder, claimed: int | Segment, slot_bytes: int) -> None:
         try:
-            with folder.room(self._evicted) as room:
+            with folder.allocator(self._evicted) as allocator:
                 if isinstance(claimed, Segment):
-                    room.drop(claimed)
+                    allocator.drop(claimed)
                 else:
-                    room.free(claimed, slot_bytes)
+                    allocator.free(claimed, slot_bytes)
         except (OSError, sqlite3.Error, JournalFullError):
             self._owed.append((folder, claimed, slot_bytes))
 

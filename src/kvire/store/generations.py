@@ -10,13 +10,15 @@ from kvire.codec.seal import TenantKey
 class Generation(NamedTuple):
     """When something began: how many forgets and clears there had been here, and the tag of its tenant's key."""
 
-    epoch: int
+    number: int
     tag: bytes
 
 
 class Generations:
-    """Whatever carries KV takes a mark along from where it began, and asks before and after it stores anything whether
-    that is still current. tenant: the keyring's, whose keys other processes can forget, too. Thread-safe.
+    """Work that carries KV takes along the generation in which it began, and asks before and after it stores anything
+    whether that is still current. Thread-safe.
+
+    tenant: the keyring's, whose keys other processes can forget, too.
     """
 
     def __init__(self, tenant: Callable[[str], TenantKey]) -> None:
@@ -26,18 +28,18 @@ class Generations:
         self._all_since = 0
         self._since: dict[str, int] = {}
 
-    def mark(self, tenant: str) -> Generation:
+    def now(self, tenant: str) -> Generation:
         """For what begins now. Raises StoreError."""
-        now = self._now  # before the key: if a forget comes in between, the mark is from before it
+        now = self._now  # before the key: if a forget comes in between, the generation is from before it
         return Generation(now, self._tenant(tenant).tag)
 
-    def is_current(self, tenant: str, mark: Generation) -> bool:
+    def is_current(self, tenant: str, generation: Generation) -> bool:
         """Whether what began then may still be stored. Raises StoreError."""
-        return self.is_recent(tenant, mark) and self._tenant(tenant).tag == mark.tag
+        return self.is_recent(tenant, generation) and self._tenant(tenant).tag == generation.tag
 
-    def is_recent(self, tenant: str, mark: Generation) -> bool:
+    def is_recent(self, tenant: str, generation: Generation) -> bool:
         """Whether this process neither forgot the tenant nor cleared the store since."""
-        return mark.epoch >= self._all_since and mark.epoch >= self._since.get(tenant, 0)
+        return generation.number >= self._all_since and generation.number >= self._since.get(tenant, 0)
 
     def end(self, tenant: str | None) -> None:
         """Nothing that began before may be stored any more: of one tenant, or (None) of anybody."""

@@ -12,9 +12,9 @@ from store.disk_cases import MIB, WatchedFiles, record_of
 from store.stores import blocks, load_all, open_store, ready, save_all
 
 from kvire.core.errors import TierUnavailable
-from kvire.store.asker import AnswerLate, Asker
 from kvire.store.disk.tier import DiskTier
 from kvire.store.health import FAILURES_TO_OPEN
+from kvire.store.lookup_thread import AnswerLate, LookupThread
 
 
 class StallingFiles(WatchedFiles):
@@ -46,7 +46,7 @@ class StallingFiles(WatchedFiles):
 def soon() -> Iterator[None]:
     """What does not come in a moment is late."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("kvire.store.asker.ANSWER_S", 0.02)
+        patched.setattr("kvire.store.lookup_thread.ANSWER_S", 0.02)
         yield
 
 
@@ -77,25 +77,25 @@ def test_a_tier_that_is_late_in_a_row_is_left_alone_and_tried_again() -> None:
         flows.wait(PATIENCE_S)
         return "there"
 
-    asker = Asker("disk")
-    asker.start()
+    thread = LookupThread("disk")
+    thread.start()
     with soon():
         for _ in range(FAILURES_TO_OPEN + 2):
             with pytest.raises(AnswerLate):
-                asker.ask(slow)
+                thread.ask(slow)
     assert len(calls) == 1, "while one answer is awaited, nobody else asks"
-    assert "no answer within" in asker.error
+    assert "no answer within" in thread.error
     flows.set()
     with pytest.raises(AnswerLate, match="left alone for a moment"):
-        asker.ask(slow)
-    until(lambda: answer_of(asker, slow) == "there")
-    assert asker.error == ""
-    asker.stop(PATIENCE_S)
+        thread.ask(slow)
+    until(lambda: answer_of(thread, slow) == "there")
+    assert thread.error == ""
+    thread.stop(PATIENCE_S)
 
 
-def answer_of(asker: Asker, call: Any) -> Any:
+def answer_of(thread: LookupThread, call: Any) -> Any:
     try:
-        return asker.ask(call)
+        return thread.ask(call)
     except AnswerLate:
         return None
 
@@ -107,13 +107,13 @@ def test_what_the_tier_raises_comes_back_and_a_bug_is_a_miss() -> None:
     def bug() -> None:
         raise TypeError("a number was expected")
 
-    asker = Asker("disk")
-    asker.start()
+    thread = LookupThread("disk")
+    thread.start()
     for call, said in ((gone, "^gone$"), (bug, "disk: a number was expected")):
         with pytest.raises(TierUnavailable, match=said):
-            asker.ask(call)
-    assert asker.ask(lambda: 5) == 5
-    asker.stop(PATIENCE_S)
+            thread.ask(call)
+    assert thread.ask(lambda: 5) == 5
+    thread.stop(PATIENCE_S)
 
 
 def test_a_look_changes_nothing(tmp_path: Path) -> None:

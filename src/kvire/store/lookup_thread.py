@@ -36,7 +36,7 @@ class _Question:
         self.given_up = False
 
 
-class Asker:
+class LookupThread:
     """One thread for questions to the tier of that name, in order. Thread-safe.
 
     An answer that is late is nobody's. After a few in a row the tier is not asked for a moment, and then tried again.
