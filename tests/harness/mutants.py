@@ -16,7 +16,7 @@ from kvire.engine.detokenizer import Detokenizer
 from kvire.engine.engine import Engine
 from kvire.engine.scheduler import Scheduler
 from kvire.engine.sequence import Sequence
-from kvire.store.reuse.why import Miss
+from kvire.store.reuse.load import Miss
 
 
 def whole_prompt_counts_as_hit(patch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ from kvire.core.keys import Namespace, field
 from kvire.sessions import session_file
 from kvire.store import handle
 from kvire.store.disk import index as disk_index
+from kvire.store.disk.access import FollowingClock
 from kvire.store.disk.allocator import SlotAllocator
-from kvire.store.disk.clock import FollowingClock
 from kvire.store.disk.files import Files
 from kvire.store.disk.folder import DiskFolder
 from kvire.store.disk.index import Watch
@@ -444,7 +444,7 @@ def heads_come_first(patch: pytest.MonkeyPatch) -> None:
 
 def clocks_that_are_put_right_stay_wrong(patch: pytest.MonkeyPatch) -> None:
     """The clock of the start counts for ever."""
-    patch.setattr("kvire.store.disk.clock.FOLLOW_AT_MOST_S", 0.0)
+    patch.setattr("kvire.store.disk.access.FOLLOW_AT_MOST_S", 0.0)
 
 
 def others_are_from_the_future(patch: pytest.MonkeyPatch) -> None:

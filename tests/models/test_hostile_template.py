@@ -9,8 +9,7 @@ from server.serving import byte_tokenizer, running, tiny_engine
 
 from kvire.core.errors import RequestError
 from kvire.models import chat
-from kvire.models.chat import encode_chat
-from kvire.models.time_limit import within
+from kvire.models.chat import encode_chat, within
 
 HI = [{"role": "user", "content": "hi"}]
 # Each takes seconds, so that a build without a limit is noticed soon.

@@ -16,8 +16,7 @@ from server.serving import running, tiny_engine
 
 from kvire.core.errors import QueueFullError
 from kvire.server.errors import ApiError
-from kvire.server.limits import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, json_depth, parse_json
-from kvire.server.workers import TokeniserThreads
+from kvire.server.limits import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, TokeniserThreads, json_depth, parse_json
 
 MIB = 1024 * 1024
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from store.disk_cases import MIB, Clocks, held, put, records_of
 
-from kvire.store.disk.clock import FOLLOW_PACE, FollowingClock, since_boot
+from kvire.store.disk.access import FOLLOW_PACE, FollowingClock, since_boot
 from kvire.store.disk.tier import DiskTier
 
 HOUR_S = 3600.0

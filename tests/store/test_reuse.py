@@ -13,12 +13,12 @@ from kvire.core.report import MissReason
 from kvire.plan.cost import LEAST_GAIN, PrefillSpeed, Way
 from kvire.store.explain import Explanation, StoreMiss
 from kvire.store.reuse.chain import Chain, Pages
+from kvire.store.reuse.load import Miss, explained, reason_of
 from kvire.store.reuse.look import Found, Part, Word
 from kvire.store.reuse.no_reuse import NoReuse
 from kvire.store.reuse.planner import TRY_AFTER, Reuse
 from kvire.store.reuse.probe import Probe
 from kvire.store.reuse.reused import Reused
-from kvire.store.reuse.why import Miss, explained, reason_of
 from kvire.store.ticket import FailureReason, LoadState
 from kvire.store.tier import TierKind
 from kvire.store.tiered import TieredStore

@@ -18,7 +18,7 @@ from kvire.core.report import MissReason
 from kvire.engine.prefetch import Prefetcher
 from kvire.engine.sequence import Sequence, State
 from kvire.plan.cost import Way
-from kvire.store.reuse.why import Miss
+from kvire.store.reuse.load import Miss
 
 # A prompt whose logprobs are asked for needs logits of every token; this bounds their number in one step, and so
 # their memory (64 rows of a vocabulary of 262,144 in float32 are 67 MB).

@@ -4,14 +4,48 @@ transformers renders templates in an immutable Jinja sandbox; they come from the
 only, never from a request, and have RENDER_TIMEOUT_S for each conversation.
 """
 
-from collections.abc import Sequence
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 
 from kvire.core.errors import RequestError
-from kvire.models.time_limit import within
+
+T = TypeVar("T")
+
+
+class _Expired(BaseException):
+    """Not an Exception, so that no handler on the way takes it for an error of its own."""
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """The call's result. Raises TimeoutError if it takes longer: its Python code is stopped wherever it is then.
+
+    Loops and recursion end in time. One long operation of an extension module, or of Python's own, is waited for.
+    """
+    thread, lock, running = ctypes.c_ulong(threading.get_ident()), threading.Lock(), True
+
+    def expire() -> None:
+        with lock:
+            if running:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Expired))
+
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    try:
+        try:
+            timer.start()  # may be over before this returns
+            return call()
+        finally:
+            with lock:
+                running = False
+            timer.cancel()  # Python code: what was raised before the lock was taken arrives here at the latest
+    except _Expired:
+        raise TimeoutError(f"not within {seconds:g} s") from None
+
 
 RENDER_TIMEOUT_S = 10.0  # 4,096 messages take a tenth of a second
 ROLES = ("system", "developer", "user", "assistant", "tool")

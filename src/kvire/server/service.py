@@ -15,13 +15,12 @@ from kvire.models.chat import ChatPrompt, continue_chat, encode_chat
 from kvire.server.answers import Answers
 from kvire.server.auth import TENANT
 from kvire.server.errors import ApiError
-from kvire.server.limits import BodyReader
+from kvire.server.limits import BodyReader, TokeniserThreads
 from kvire.server.metrics import Metrics
 from kvire.server.options import ServerOptions
 from kvire.server.schemas import SamplingFields
 from kvire.server.token_text import TokenText
 from kvire.server.tools import as_templates_expect, chat_template
-from kvire.server.workers import TokeniserThreads
 from kvire.sessions.folder import Sessions
 
 TOKENISING_THREADS = 2

@@ -11,10 +11,10 @@ from kvire.core.keys import BlockKey
 from kvire.core.report import CacheReport, MissReason
 from kvire.plan.cost import Way
 from kvire.store.reuse.chain import Chain
+from kvire.store.reuse.load import Miss, explained, reason_of
 from kvire.store.reuse.look import Found, needed, reach
 from kvire.store.reuse.planner import Reuse
 from kvire.store.reuse.reused import Reused
-from kvire.store.reuse.why import Miss, explained, reason_of
 from kvire.store.ticket import LoadState
 from kvire.store.tier import TierKind
 

@@ -20,16 +20,13 @@ from typing import Any, Self
 from kvire.core.errors import ConfigError, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
-from kvire.store.disk.access import DiskAccess
+from kvire.store.disk.access import DiskAccess, since_boot
 from kvire.store.disk.allocator import MIN_CAPACITY_BYTES, Evicted
-from kvire.store.disk.clock import since_boot
 from kvire.store.disk.files import Files
 from kvire.store.disk.folder import DiskFolder
 from kvire.store.disk.index import MOST_NAMESPACE_BYTES, MOST_NAMESPACES
-from kvire.store.disk.leftovers import leftovers
-from kvire.store.disk.listing import TenantUse, counted, entries
-from kvire.store.disk.prefetch import ReadAhead
-from kvire.store.disk.reader import DiskReader
+from kvire.store.disk.listing import TenantUse, counted, entries, leftovers
+from kvire.store.disk.reader import DiskReader, ReadAhead
 from kvire.store.disk.segments import SlotHeader, slot_bytes_for
 from kvire.store.disk.upkeep import Touches, Upkeep, overwrite_free, remove_rows
 from kvire.store.disk.writer import DiskWriter

@@ -6,9 +6,8 @@ from time import monotonic
 
 from kvire.core.report import CacheReport, MissReason
 from kvire.store.explain import MissAnswer
-from kvire.store.reuse.load import Load
+from kvire.store.reuse.load import Load, Miss, explained
 from kvire.store.reuse.look import Found
-from kvire.store.reuse.why import Miss, explained
 from kvire.store.tier import TierKind
 
 FRESH_S = 0.25  # how long a look is believed: a prompt that waits for a seat is looked at in every step
