@@ -3,8 +3,6 @@
 docs/extending.md shows the same parts.
 """
 
-import importlib
-import sys
 import zlib
 from dataclasses import replace
 
@@ -64,25 +62,6 @@ class Deflated:
 
 CODEC = Deflated
 """
-
-
-@pytest.fixture
-def add_file(tmp_path, monkeypatch):
-    """Puts a module into a package of Kvire for the time of a test, as if its file lay there."""
-    added = []
-
-    def add(package: str, name: str, source: str):
-        folder = tmp_path / package
-        folder.mkdir()
-        (folder / f"{name}.py").write_text(source)
-        home = importlib.import_module(package)
-        monkeypatch.setattr(home, "__path__", [*home.__path__, str(folder)])
-        added.append(f"{package}.{name}")
-        return home
-
-    yield add
-    for name in added:
-        sys.modules.pop(name, None)
 
 
 @pytest.fixture

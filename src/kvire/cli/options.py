@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvire.core import dtypes
+from kvire.store.remote.scheme import examples
 
 Model = Annotated[
     str,
@@ -94,7 +95,7 @@ STORE: dict[str, tuple[Any, Any]] = {
     "remote": (
         _option(
             list[str] | None,
-            "A store that several machines share: redis://host:6379 or s3://bucket/prefix; may be repeated.",
+            f"A store that several machines share: {examples()}; may be repeated.",
             _STORE,
             show_default=False,
         ),

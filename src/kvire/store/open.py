@@ -16,15 +16,12 @@ from kvire.store.keyring import Keyring
 from kvire.store.memory.tier import MemoryTier
 from kvire.store.place import block_bytes, default_disk_bytes, network_file_system
 from kvire.store.remote.open import open_remote
+from kvire.store.remote.scheme import scheme_of
 from kvire.store.tier import Tier
 from kvire.store.tiered import TieredStore
 from kvire.store.write_behind import DEFAULT_BUFFER_BYTES
 
 log = logging.getLogger(__name__)
-
-# About what an object store gives one machine: slow enough for byte planes to pay (docs/adr/0012). Redis is faster.
-OBJECT_STORE_BYTES_PER_S = 100e6
-OBJECT_STORES = ("s3://", "gs://", "az://")
 
 
 def open_store(
@@ -61,9 +58,9 @@ def open_store(
                 )
             tiers.append((disk, sealed))
         for url in config.remote:
-            packs = url.startswith(OBJECT_STORES)
-            frames = Frames(keyring.lately, choose(kv_dtype, OBJECT_STORE_BYTES_PER_S)) if packs else sealed
-            tiers.append((open_remote(url, timeout_s=config.load_timeout_s, ttl_s=config.ttl_s), frames))
+            remote = open_remote(url, timeout_s=config.load_timeout_s, ttl_s=config.ttl_s)
+            packed = choose(kv_dtype, scheme_of(urlsplit(url).scheme).bytes_per_s)
+            tiers.append((remote, Frames(keyring.lately, packed)))
         for tier, _ in tiers:
             opened.callback(tier.close)
         store = TieredStore(tiers, keyring, config, buffer_bytes=buffer_bytes)
