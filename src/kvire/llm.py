@@ -48,8 +48,8 @@ class _Model:
     ) -> None:
         """model: directory, hub id, .gguf file or embedded name; options: fields of EngineConfig.
 
-        store: a folder that keeps blocks for the next start, more of StoreConfig, or an open store; nothing is kept
-        without.
+        store: a folder that keeps blocks for the next start, more of StoreConfig, or an open store;
+            nothing is kept without.
         """
         config = EngineConfig.from_options(options)
         if isinstance(store, (str, Path)):
@@ -89,11 +89,15 @@ class _Model:
         return tuple(prompt)
 
     def encode_chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> tuple[int, ...]:
-        """Token ids of a conversation, as the model's chat template writes it, up to where the answer begins."""
+        """Token ids of a conversation, as the model's chat template writes it, up to where the
+        answer begins.
+        """
         return encode_chat(self.tokenizer, messages, tools)
 
     def continue_chat(self, messages: list[Message], known: Sequence[int]) -> ChatPrompt:
-        """The same, beginning with the ids of the last prompt and answer where the history still says what they say."""
+        """The same, beginning with the ids of the last prompt and answer where the history still
+        says what they say.
+        """
         return continue_chat(self.tokenizer, messages, known)
 
     def params(self, **params: Any) -> SamplingParams:
@@ -106,12 +110,15 @@ class _Model:
         return SamplingParams(**params)
 
     def request(self, prompt: Prompt, params: SamplingParams, **more: Any) -> Request:
-        """A record for the engine, with an id of its own. more: tenant, cache_salt, store (see Request)."""
+        """A record for the engine, with an id of its own. more: tenant, cache_salt, store (see
+        Request).
+        """
         return Request(f"req-{next(_ids)}", self.encode(prompt), params, **more)
 
     def clear_cache(self) -> None:
-        """Forget every prefix that the pool remembers. What a store has is still there, and found: its own
-        clear() removes that.
+        """Forget every prefix that the pool remembers.
+
+        What a store has is still there, and found: its own clear() removes that.
         """
         self.client.clear()
 
@@ -141,7 +148,9 @@ class LLM(_Model):
         return self._collect([self.request(prompt, sampling)])[0]
 
     def chat(self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, **params: Any) -> Result:
-        """Answer a conversation: a list of {"role", "content"} messages, the last one to be answered."""
+        """Answer a conversation: a list of {"role", "content"} messages, the last one to be
+        answered.
+        """
         return self._collect([self.request(self.encode_chat(messages, tools), self.params(**params))])[0]
 
     def stream(self, prompt: Prompt, **params: Any) -> Iterator[Output]:
@@ -149,7 +158,10 @@ class LLM(_Model):
         return self.client.stream(self.request(prompt, self.params(**params)))
 
     def session(self, name: str) -> "ChatSession":
-        """A chat that goes on after a restart. Needs a store with a folder; raises StoreError if it cannot be read."""
+        """A chat that goes on after a restart.
+
+        Needs a store with a folder; raises StoreError if it cannot be read.
+        """
         if self.sessions is None:
             raise ConfigError("a session is kept in a store on this machine's disk: give LLM a folder, store=DIR")
         return ChatSession(self, self.sessions, name)
@@ -183,10 +195,11 @@ class LLM(_Model):
 
 
 class ChatSession:
-    """A chat whose history is kept in the store, sealed, until it is deleted or its tenant forgotten.
+    """A chat whose history is kept in the store, sealed, until it is deleted or its tenant
+    forgotten.
 
-    sessions: where it is kept. tokens_lost: of the last prompt, how many tokens of the session it does not begin with
-    (models/chat.py).
+    sessions: where it is kept. tokens_lost: of the last prompt, how many tokens of the session it
+        does not begin with (models/chat.py).
     """
 
     def __init__(self, llm: LLM, sessions: Sessions, name: str) -> None:
@@ -213,7 +226,8 @@ class ChatSession:
     def say(self, text: str, **params: Any) -> Result:
         """Answer the next message and keep both; params are fields of SamplingParams.
 
-        Raises StoreError if the answer cannot be kept: somebody else continued the session, or it finds no room.
+        Raises StoreError if the answer cannot be kept: somebody else continued the session, or it
+        finds no room.
         """
         if params.get("n", 1) != 1:
             raise RequestError("a session goes on with one answer: leave out n")
@@ -226,19 +240,28 @@ class ChatSession:
         return result
 
     def keep(self, messages: Sequence[Message], token_ids: Sequence[int]) -> None:
-        """Replace what is kept: the whole history, and the ids of the last prompt and answer. Raises StoreError."""
+        """Replace what is kept: the whole history, and the ids of the last prompt and answer.
+
+        Raises StoreError.
+        """
         model = self._llm.engine.namespace.weights
         changed = replace(self._session, messages=tuple(messages), token_ids=tuple(token_ids), model=model)
         self._session = self.sessions.save("", changed)
 
     def delete(self) -> None:
-        """Remove it from the store; what is said next begins a new one of the same name. Raises StoreError."""
+        """Remove it from the store; what is said next begins a new one of the same name.
+
+        Raises StoreError.
+        """
         self.sessions.delete("", self.name)
         self._session = Session(self.name)
 
 
 class AsyncLLM(_Model):
-    """The same for asyncio: `async with AsyncLLM(...) as llm`. Cancelling a task cancels its request."""
+    """The same for asyncio: `async with AsyncLLM(...) as llm`.
+
+    Cancelling a task cancels its request.
+    """
 
     async def __aenter__(self) -> Self:
         return self
@@ -266,7 +289,9 @@ class AsyncLLM(_Model):
         return self.client.stream_async(self.request(prompt, self.params(**params)))
 
     async def _collect_all(self, requests: list[Request]) -> list[Result]:
-        """Never more of them at once than the engine's queue takes; if one fails, the others are cancelled."""
+        """Never more of them at once than the engine's queue takes; if one fails, the others are
+        cancelled.
+        """
         room = asyncio.Semaphore(self.engine.config.max_queue)
 
         async def one(request: Request) -> Result:

@@ -1,8 +1,10 @@
-"""Attention whose every row has the same bits however it was computed: the reference for deterministic mode.
+"""Attention whose every row has the same bits however it was computed: the reference for
+deterministic mode.
 
-A row's place in its block, not in the step, decides where it lies in a matrix product; all products have one size,
-a whole block of queries by a whole block of keys; and blocks are added in ascending order. What else the step
-computes, and in which chunks, then cannot change how a row's numbers are rounded.
+A row's place in its block, not in the step, decides where it lies in a matrix product; all products
+have one size, a whole block of queries by a whole block of keys; and blocks are added in ascending
+order. What else the step computes, and in which chunks, then cannot change how a row's numbers are
+rounded.
 """
 
 from collections.abc import Callable
@@ -18,7 +20,8 @@ from kvire.attention.params import AttentionParams
 from kvire.attention.reference import Expand, PortableAttention, StepPlan
 from kvire.cache.batch import Batch
 
-# Index of a block of the sequence -> K [kv_heads, block_size, dk] and V [kv_heads, block_size, dv], zero past its end
+# Index of a block of the sequence -> K [kv_heads, block_size, dk] and V [kv_heads, block_size, dv],
+# zero past its end
 ReadBlock = Callable[[int], tuple[Tensor, Tensor]]
 
 
@@ -26,7 +29,8 @@ ReadBlock = Callable[[int], tuple[Tensor, Tensor]]
 class Piece:
     """Consecutive rows of one sequence whose tokens lie in one block.
 
-    rows: of the step's T. first: position of the first of them.
+    rows: of the step's T.
+    first: position of the first of them.
     """
 
     sequence: int
@@ -71,7 +75,9 @@ class BlockwiseAttention(PortableAttention):
     def attend_latent(
         self, plan: StepPlan, layer: int, query: Tensor, expand: Expand, params: AttentionParams
     ) -> Tensor:
-        """As PortableAttention.attend_latent; `expand` gets whole blocks, zero past the end of the context."""
+        """As PortableAttention.attend_latent; `expand` gets whole blocks, zero past the end of the
+        context.
+        """
 
         def read(sequence: int, block: int) -> tuple[Tensor, Tensor]:
             latent, rope_key = self._read_block(plan, layer, sequence, block)
@@ -81,7 +87,10 @@ class BlockwiseAttention(PortableAttention):
         return self._attend_pieces(plan, query, params, read)
 
     def _read_block(self, plan: StepPlan, layer: int, sequence: int, block: int) -> tuple[Tensor, Tensor]:
-        """float32 [block_size, kv_heads, width]. Past the context lies whatever the memory held before."""
+        """float32 [block_size, kv_heads, width].
+
+        Past the context lies whatever the memory held before.
+        """
         size = plan.paged.spec.block_size
         stop = min((block + 1) * size, plan.batch.context_lens[sequence])
         k, v = self._gather(plan, layer, sequence, block * size, stop)
@@ -107,7 +116,8 @@ class BlockwiseAttention(PortableAttention):
 
 
 def attend_block(query: Tensor, first: int, read: ReadBlock, params: AttentionParams) -> Tensor:
-    """query: float32 [block_size, query_heads, dk], all of a block's rows -> [block_size, query_heads, dv].
+    """query: float32 [block_size, query_heads, dk], all of a block's rows -> [block_size,
+    query_heads, dv].
 
     first: the first position that counts; it decides which block of the window is read first.
     """

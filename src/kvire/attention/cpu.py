@@ -1,4 +1,7 @@
-"""Attention with the C++ kernels: one call for all decodes, one per prefill. Also picks the backend."""
+"""Attention with the C++ kernels: one call for all decodes, one per prefill.
+
+Also picks the backend.
+"""
 
 import logging
 from functools import cache
@@ -26,7 +29,9 @@ def native_available() -> bool:
 
 
 class NativeAttention(PortableAttention):
-    """The same results through kvire._native, for float32 queries on the CPU; others take the portable path."""
+    """The same results through kvire._native, for float32 queries on the CPU; others take the
+    portable path.
+    """
 
     def __init__(self) -> None:
         native = native_module()
@@ -40,7 +45,9 @@ class NativeAttention(PortableAttention):
         self.name = f"native-{native.isa()}"
 
     def write(self, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
-        """k: [T, kv_heads, key_width], v: [T, kv_heads, value_width]; rounded to the pool's dtype."""
+        """k: [T, kv_heads, key_width], v: [T, kv_heads, value_width]; rounded to the pool's
+        dtype.
+        """
         if not (_is_cpu_float(k) and _is_cpu_float(v)):
             super().write(plan, layer, k, v)
             return
@@ -179,7 +186,9 @@ class NativeAttention(PortableAttention):
 
 
 class DeterministicNativeAttention(NativeAttention):
-    """Every row by the prefill kernel, single ones too: there a row's bits do not depend on its chunk."""
+    """Every row by the prefill kernel, single ones too: there a row's bits do not depend on its
+    chunk.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,8 +217,11 @@ class DeterministicNativeAttention(NativeAttention):
 def best_attention(kind: str = "auto", *, deterministic: bool = False, kv_dtype: str = "float32") -> PortableAttention:
     """The backend named `kind`: "native", "portable", or "auto", native where it can be had.
 
-    deterministic: the one of that kind whose rows have the same bits in whatever step they are computed.
-    Raises ConfigError for another name, and for "native" where the kernels were not built or do not know the dtype.
+    deterministic: the one of that kind whose rows have the same bits in whatever step they are
+        computed.
+
+    Raises ConfigError for another name, and for "native" where the kernels were not built or do not
+    know the dtype.
     """
     knows_dtype = KV_DTYPES[kv_dtype].kernel_code is not None
     portable, native = (

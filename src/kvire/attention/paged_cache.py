@@ -19,7 +19,8 @@ from kvire.cache.paged import PagedKV
 from kvire.cache.staging import BatchStaging
 from kvire.core.spec import LayerKind
 
-# A name that transformers' mask registry does not know makes it build no masks: ours come from the plan.
+# A name that transformers' mask registry does not know makes it build no masks: ours come from the
+# plan.
 ATTENTION_NAME = "kvire_paged"
 CACHE_ATTRIBUTE = "kvire_cache"
 
@@ -50,14 +51,16 @@ class PagedCache:
     def begin(self, batch: Batch, rows: Tensor | None = None) -> None:
         """Prepare one step: what all layers share is worked out once.
 
-        rows: int64 [T], which rows of the model's input are the batch's; the others are padding, neither written
-        nor attended. None: all of them, in order.
+        rows: int64 [T], which rows of the model's input are the batch's; the others are padding,
+            neither written nor attended. None: all of them, in order.
         """
         self._plan = self.backend.plan(self.paged, batch)
         self._rows = rows
 
     def get_seq_length(self, *_: Any) -> int:
-        """Positions are always passed explicitly; a model that asks for a length would guess them wrong."""
+        """Positions are always passed explicitly; a model that asks for a length would guess them
+        wrong.
+        """
         raise AssertionError("positions are explicit; the model must not derive them from the cache")
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -97,10 +100,11 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def kv_sources(modules: list[nn.Module]) -> dict[int, int]:
-    """Layer -> the layer whose KV it attends over, which is its own unless the model says otherwise.
+    """Layer -> the layer whose KV it attends over, which is its own unless the model says
+    otherwise.
 
-    A layer that shares KV, as Gemma 4's last ones do, gets the last layer of its kind that keeps any: the class hands
-    it that layer's K and V of the step, and the pool has the rest.
+    A layer that shares KV, as Gemma 4's last ones do, gets the last layer of its kind that keeps
+    any: the class hands it that layer's K and V of the step, and the pool has the rest.
     """
     last_of_kind: dict[str, int] = {}
     sources: dict[int, int] = {}
@@ -148,7 +152,9 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Write the batch's KV into the pool and return logits of its logits_rows: float32 [R, vocab]."""
+        """Write the batch's KV into the pool and return logits of its logits_rows: float32 [R,
+        vocab].
+        """
         if self._staging is not None:
             batch = self._staging.to_device(batch)
         self._cache.begin(batch)

@@ -9,9 +9,11 @@ from torch import Tensor
 class AttentionParams:
     """softmax(softcap(scale * Q K^T) + mask) V, the mask causal and cut to the window.
 
-    scale: factor of the scores. window: attend to the last `window` positions, the query's own included; None:
-    to all. softcap c: scores become c * tanh(score / c). sinks: float [query_heads]; each adds exp(sink) to the
-    sum that the softmax of its head divides by.
+    scale: factor of the scores.
+    window: attend to the last `window` positions, the query's own included; None: to all. softcap
+        c: scores become c * tanh(score / c).
+    sinks: float [query_heads]; each adds exp(sink) to the sum that the softmax of its head divides
+        by.
     """
 
     scale: float

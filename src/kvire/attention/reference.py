@@ -1,4 +1,6 @@
-"""Attention in plain torch: gather a sequence's blocks, then SDPA. Portable, and the oracle of the kernels."""
+"""Attention in plain torch: gather a sequence's blocks, then SDPA. Portable, and the oracle of the
+kernels.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +14,12 @@ from kvire.attention.params import AttentionParams
 from kvire.cache.batch import Batch
 from kvire.cache.paged import PagedKV
 
-# Query rows that are computed together. Bounds the mask and keeps windowed rows from paying for each other's
-# context; large enough for matrix products to run at full speed.
+# Query rows that are computed together. Bounds the mask and keeps windowed rows from paying for
+# each other's context; large enough for matrix products to run at full speed.
 TILE_ROWS = 512
 
-# (latent [1, 1, L, rank], rope key [1, 1, L, rope]) -> (K [1, query_heads, L, dk], V [1, query_heads, L, dv])
+# (latent [1, 1, L, rank], rope key [1, 1, L, rope]) -> (K [1, query_heads, L, dk], V [1,
+# query_heads, L, dv])
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -24,7 +27,8 @@ Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class Tile:
     """Query rows of one sequence, and the positions start .. stop - 1 that any of them sees.
 
-    rows: of the step's T. mask: float32 [rows, stop - start], added to the scores; None: every row sees all.
+    rows: of the step's T.
+    mask: float32 [rows, stop - start], added to the scores; None: every row sees all.
     """
 
     rows: slice
@@ -78,7 +82,9 @@ class StepPlan:
 
 
 def causal_mask(first: int, start: int, stop: int, window: int | None, device: torch.device) -> Tensor:
-    """float32 [stop - first, stop - start]: 0 where the query at a position sees the key at another, else -inf."""
+    """float32 [stop - first, stop - start]: 0 where the query at a position sees the key at
+    another, else -inf.
+    """
     query = torch.arange(first, stop, device=device)[:, None]
     key = torch.arange(start, stop, device=device)[None, :]
     hidden = key > query
@@ -97,16 +103,19 @@ class PortableAttention:
         return StepPlan(paged, batch)
 
     def write(self, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
-        """k: [T, kv_heads, key_width], v: [T, kv_heads, value_width]; rounded to the pool's dtype."""
+        """k: [T, kv_heads, key_width], v: [T, kv_heads, value_width]; rounded to the pool's
+        dtype.
+        """
         plan.paged.write(layer, k, v, plan.batch.slots[plan.paged.group_of[layer]])
 
     def attend(
         self, plan: StepPlan, layer: int, query: Tensor, k: Tensor, v: Tensor, params: AttentionParams
     ) -> Tensor:
-        """query: [T, query_heads, key_width] -> [T, query_heads, value_width], in the query's dtype.
+        """query: [T, query_heads, key_width] -> [T, query_heads, value_width], in the query's
+        dtype.
 
-        k, v: this step's new KV, [T, kv_heads, width], float32 but already rounded to the pool's dtype. They are
-        in the pool as well: `write` comes first.
+        k, v: this step's new KV, [T, kv_heads, width], float32 but already rounded to the pool's
+            dtype. They are in the pool as well: `write` comes first.
         """
         assert query.shape[0] == k.shape[0] == v.shape[0] == plan.batch.cu_seqlens[-1], (query.shape, k.shape)
         out = query.new_empty(*query.shape[:2], v.shape[-1])
@@ -117,9 +126,11 @@ class PortableAttention:
     def attend_latent(
         self, plan: StepPlan, layer: int, query: Tensor, expand: Expand, params: AttentionParams
     ) -> Tensor:
-        """The same for multi-head latent attention, whose blocks hold the latent (as K) and the rope key (as V).
+        """The same for multi-head latent attention, whose blocks hold the latent (as K) and the
+        rope key (as V).
 
-        query: [T, query_heads, dk] -> [T, query_heads, dv]. `expand` makes K and V of a sequence's context.
+        query: [T, query_heads, dk] -> [T, query_heads, dv]. `expand` makes K and V of a sequence's
+            context.
         """
         parts = []
         for sequence in range(len(plan.batch.context_lens)):
@@ -141,7 +152,9 @@ class PortableAttention:
             out[tile.rows] = attend_dense(query[tile.rows], k, v, tile.mask, params)
 
     def _gather(self, plan: StepPlan, layer: int, sequence: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """K and V of positions start .. stop - 1 of one sequence: float32 [stop - start, kv_heads, width]."""
+        """K and V of positions start .. stop - 1 of one sequence: float32 [stop - start, kv_heads,
+        width].
+        """
         paged = plan.paged
         block_size = paged.spec.block_size
         first = start // block_size
@@ -152,7 +165,8 @@ class PortableAttention:
 
 
 def attend_dense(query: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
-    """query: [n, query_heads, dk], k: [L, kv_heads, dk], v: [L, kv_heads, dv], mask: [n, L] -> [n, query_heads, dv].
+    """query: [n, query_heads, dk], k: [L, kv_heads, dk], v: [L, kv_heads, dv], mask: [n, L] -> [n,
+    query_heads, dv].
 
     Computed in float32, returned in the query's dtype.
     """

@@ -1,8 +1,10 @@
-"""Deterministic mode: every forward pass has exactly block_size rows, and a token's row is its place in its block.
+"""Deterministic mode: every forward pass has exactly block_size rows, and a token's row is its
+place in its block.
 
-A matrix product rounds differently for different row counts, and a row's bits may depend on which row it is; they do
-not depend on what the other rows hold. With both fixed, a token's KV and logits are the same bits whether it comes
-alone or in company, in a prompt or as the next token of an answer.
+A matrix product rounds differently for different row counts, and a row's bits may depend on which
+row it is; they do not depend on what the other rows hold. With both fixed, a token's KV and logits
+are the same bits whether it comes alone or in company, in a prompt or as the next token of an
+answer.
 """
 
 from dataclasses import replace
@@ -18,7 +20,9 @@ from kvire.cache.batch import Batch
 
 
 class TiledModel:
-    """A transformers model on the CPU bound to a PagedCache, as PagedModel is; runs a batch tile by tile."""
+    """A transformers model on the CPU bound to a PagedCache, as PagedModel is; runs a batch tile by
+    tile.
+    """
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache) -> None:
         self._model = model
@@ -29,7 +33,9 @@ class TiledModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Write the batch's KV into the pool and return logits of its logits_rows: float32 [R, vocab]."""
+        """Write the batch's KV into the pool and return logits of its logits_rows: float32 [R,
+        vocab].
+        """
         wanted = {row: i for i, row in enumerate(batch.logits_rows.tolist())}
         logits = torch.empty(len(wanted), self._vocab_size)
         for tile in pack_tiles(cut_at_blocks(batch, self._tile_rows), self._tile_rows):
@@ -66,7 +72,9 @@ class TiledModel:
 
 
 def pack_tiles(pieces: list[Piece], tile_rows: int) -> list[list[Piece]]:
-    """Pieces that run together: no two need the same row, and a sequence's earlier pieces come in earlier tiles."""
+    """Pieces that run together: no two need the same row, and a sequence's earlier pieces come in
+    earlier tiles.
+    """
     tiles: list[list[Piece]] = []
     taken: list[int] = []  # per tile, a bit for each row
     earliest: dict[int, int] = {}  # sequence -> the first tile that its next piece may join

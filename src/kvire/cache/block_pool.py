@@ -5,12 +5,12 @@ index and can be leased again), or blank. The pool hands out blank blocks first,
 remembered one that was used longest ago; since a lease gives its blocks back last one first, a leaf
 always goes before its parent.
 
-The index is closed under prefixes: a key is in it only if its parent is, or if it starts a sequence.
-So a hit never has a hole, and evicting a block forgets whatever hangs below it. (Groups that look back
-over a window only need less: window_pool.py.)
+The index is closed under prefixes: a key is in it only if its parent is, or if it starts a
+sequence. So a hit never has a hole, and evicting a block forgets whatever hangs below it. (Groups
+that look back over a window only need less: window_pool.py.)
 
-A sequence's last block is often not full. It is remembered as well, as a tail: found by its tokens, below
-its parent, and copied rather than shared.
+A sequence's last block is often not full. It is remembered as well, as a tail: found by its tokens,
+below its parent, and copied rather than shared.
 """
 
 from collections import OrderedDict
@@ -24,13 +24,16 @@ from kvire.core.keys import BlockKey, block_key
 
 # How many children of a block `relatives` compares; the newest ones are the likeliest relatives.
 COMPARED_CHILDREN = 64
-# Evicted keys remembered per block of the pool, 32 bytes each, to tell "evicted" from "never stored".
+# Evicted keys remembered per block of the pool, 32 bytes each, to tell "evicted" from "never
+# stored".
 EVICTED_PER_BLOCK = 4
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block. key, parent and token_ids are set while it is in the index; a tail has fewer token_ids than fit."""
+    """One block. key, parent and token_ids are set while it is in the index; a tail has fewer
+    token_ids than fit.
+    """
 
     id: int
     ref_count: int = 0
@@ -65,9 +68,11 @@ class Lease:
         return [block.id if block else 0 for block in self.blocks]
 
     def give_back(self, count: int) -> None:
-        """Release the first `count` blocks, as far as they are still held; the others keep their places.
+        """Release the first `count` blocks, as far as they are still held; the others keep their
+        places.
 
-        If they are remembered, it is as the first to be evicted: few prompts end in the middle of another.
+        If they are remembered, it is as the first to be evicted: few prompts end in the middle of
+        another.
         """
         for index in range(min(count, len(self.blocks)) - 1, -1, -1):
             if (block := self.blocks[index]) is None:
@@ -76,7 +81,9 @@ class Lease:
             self._pool._unref(block, evict_first=True)
 
     def skip_to(self, index: int) -> None:
-        """The next block to come is block `index`: give back what is held, and hold nothing in between."""
+        """The next block to come is block `index`: give back what is held, and hold nothing in
+        between.
+        """
         assert index >= len(self.blocks)
         self.give_back(len(self.blocks))
         self.blocks += [None] * (index - len(self.blocks))
@@ -110,7 +117,8 @@ class PoolStats:
 class BlockPool:
     """The blocks of one group. All methods belong to one thread; none of them waits.
 
-    num_blocks: how many there are. block_size: tokens in each.
+    num_blocks: how many there are.
+    block_size: tokens in each.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -159,10 +167,11 @@ class BlockPool:
         return key in self._evicted
 
     def relatives(self, parent: BlockKey, token_ids: Sequence[int]) -> list[tuple[int, Block]]:
-        """Blocks below `parent` that begin like `token_ids`, with the number of tokens shared, most first.
+        """Blocks below `parent` that begin like `token_ids`, with the number of tokens shared, most
+        first.
 
-        Knows those that hold all of `token_ids`, or end within them, however many there are; of the others it
-        looks at the COMPARED_CHILDREN newest. Changes nothing.
+        Knows those that hold all of `token_ids`, or end within them, however many there are; of the
+        others it looks at the COMPARED_CHILDREN newest. Changes nothing.
         """
         children = self._children.get(parent)
         if not children:
@@ -174,7 +183,9 @@ class BlockPool:
         return sorted((pair for pair in found if pair[0]), key=lambda pair: -pair[0])
 
     def find(self, key: BlockKey, like: Block) -> Block | None:
-        """The block under `key`, if it has the parent and tokens of `like`, a block of another group's pool."""
+        """The block under `key`, if it has the parent and tokens of `like`, a block of another
+        group's pool.
+        """
         block = self._index.get(key)
         if block is None or block.parent != like.parent or block.token_ids != like.token_ids:
             return None
@@ -186,7 +197,9 @@ class BlockPool:
             self._remembered.move_to_end(block.id)
 
     def touch_chain(self, keys: Sequence[BlockKey]) -> None:
-        """A sequence with these blocks, or twins of them, is done: its last block goes first, as in a release."""
+        """A sequence with these blocks, or twins of them, is done: its last block goes first, as in
+        a release.
+        """
         for key in reversed(keys):
             if (block := self._index.get(key)) is not None:
                 self.touch(block)
@@ -203,11 +216,13 @@ class BlockPool:
         return Lease(self, blocks)
 
     def publish(self, block: Block, key: BlockKey, parent: BlockKey, root: BlockKey, token_ids: Sequence[int]) -> bool:
-        """Put a leased block into the index, all of whose `token_ids` are computed; True if they can be found now.
+        """Put a leased block into the index, all of whose `token_ids` are computed; True if they
+        can be found now.
 
-        If the same tokens are there already, the first block stays: others may hold it. False if the key stands
-        for other tokens (a collision, counted) or the parent is not in the index: then nothing that follows may
-        be published either, for it would be found as the continuation of something else, or not at all.
+        If the same tokens are there already, the first block stays: others may hold it. False if
+        the key stands for other tokens (a collision, counted) or the parent is not in the index:
+        then nothing that follows may be published either, for it would be found as the continuation
+        of something else, or not at all.
         """
         assert block.ref_count > 0 and 0 < len(token_ids) <= self.block_size
         if block.key is not None:
@@ -281,7 +296,9 @@ class BlockPool:
         return block.id, own.id
 
     def swap(self, lease: Lease, index: int) -> Lease | None:
-        """Give `lease` a blank block at `index`; the old one as a lease of its own, or None if no block is free."""
+        """Give `lease` a blank block at `index`; the old one as a lease of its own, or None if no
+        block is free.
+        """
         old = lease.blocks[index]
         assert old is not None and old.key is None and old.ref_count == 1, "only a block that nobody else knows"
         if (fresh := self.try_allocate(1)) is None:
@@ -290,7 +307,10 @@ class BlockPool:
         return fresh
 
     def forget(self, key: BlockKey) -> int:
-        """Take a block and all below it out of the index; how many. Leased ones stay with their owners."""
+        """Take a block and all below it out of the index; how many.
+
+        Leased ones stay with their owners.
+        """
         if key not in self._index:
             return 0
         family = self._with_descendants(key)
@@ -306,7 +326,9 @@ class BlockPool:
         return before
 
     def _holds(self, root: BlockKey, keys: Sequence[BlockKey], token_ids: Sequence[int], index: int) -> bool:
-        """Whether block `index` of `token_ids` is in the index: key, parent and real token ids agree."""
+        """Whether block `index` of `token_ids` is in the index: key, parent and real token ids
+        agree.
+        """
         block = self._index.get(keys[index])
         if block is None:
             return False
@@ -342,8 +364,8 @@ class BlockPool:
     def _evict(self) -> Block:
         """Forget the leaf unused for longest and hand out its block.
 
-        A remembered parent can be older than its children, if those were used alone. It counts as used
-        when it comes up here.
+        A remembered parent can be older than its children, if those were used alone. It counts as
+        used when it comes up here.
         """
         for _ in range(len(self._remembered)):
             block = next(iter(self._remembered.values()))

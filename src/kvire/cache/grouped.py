@@ -30,8 +30,8 @@ class GroupedLease:
 class Hit:
     """What is remembered of a prompt.
 
-    full_blocks: leading blocks that `lease` shares. partial_tokens: so many more tokens can be copied from the
-    blocks `sources`, one per group.
+    full_blocks: leading blocks that `lease` shares.
+    partial_tokens: so many more tokens can be copied from the blocks `sources`, one per group.
     """
 
     lease: GroupedLease
@@ -52,7 +52,8 @@ class GroupedPool:
             BlockPool(count, block_size) if group.window is None else WindowPool(count, block_size, group.window)
             for group, count in zip(groups, num_blocks, strict=True)
         ]
-        # What is remembered longest comes first: a window group holds no more prefixes than a full one.
+        # What is remembered longest comes first: a window group holds no more prefixes than a full
+        # one.
         self._by_reach = sorted(self.pools, key=lambda pool: isinstance(pool, WindowPool))
 
     @property
@@ -135,7 +136,9 @@ class GroupedPool:
         return any(isinstance(pool, WindowPool) for pool in self.pools)
 
     def first_needed(self, group: int, position: int) -> int:
-        """Index of the first block of `group` that the token at `position`, or any later one, looks at."""
+        """Index of the first block of `group` that the token at `position`, or any later one, looks
+        at.
+        """
         pool = self.pools[group]
         return pool.first_needed(position) if isinstance(pool, WindowPool) else 0
 
@@ -150,9 +153,11 @@ class GroupedPool:
     ) -> bool:
         """Let `lease` hold blocks for `num_tokens` tokens, of which `now` are computed next.
 
-        Window groups get blocks for those only, and keep room for a window. spare: per group, blocks that are to stay
-        free if it gives any. loaded: the next token to be computed, if what comes before will be loaded; window groups
-        then skip what it does not look at. False, and no change, if that cannot be had.
+        Window groups get blocks for those only, and keep room for a window.
+
+        spare: per group, blocks that are to stay free if it gives any.
+        loaded: the next token to be computed, if what comes before will be loaded; window groups
+            then skip what it does not look at. False, and no change, if that cannot be had.
         """
         counts, firsts = [], []
         for g, (pool, part) in enumerate(zip(self.pools, lease.leases, strict=True)):
@@ -174,7 +179,9 @@ class GroupedPool:
         return True
 
     def still_to_come(self, lease: GroupedLease, num_computed: int, num_tokens: int) -> list[int]:
-        """Per group, blocks that a sequence of `num_tokens` tokens will take before it gives any back, and one more."""
+        """Per group, blocks that a sequence of `num_tokens` tokens will take before it gives any
+        back, and one more.
+        """
         counts = []
         for pool, part in zip(self.pools, lease.leases, strict=True):
             count = 0
@@ -199,9 +206,11 @@ class GroupedPool:
     def publish(
         self, lease: GroupedLease, index: int, key: BlockKey, parent: BlockKey, root: BlockKey, token_ids: Sequence[int]
     ) -> bool:
-        """Put block `index` of `lease` into the index of every group that has it; whether it can be found in all.
+        """Put block `index` of `lease` into the index of every group that has it; whether it can be
+        found in all.
 
-        Without it is a group with a window that was loaded no further back than it reaches. See BlockPool.publish.
+        Without it is a group with a window that was loaded no further back than it reaches. See
+        BlockPool.publish.
         """
         found = True
         for pool, part in zip(self.pools, lease.leases, strict=True):
@@ -216,7 +225,9 @@ class GroupedPool:
         return GroupedLease([pool.fork(part) for pool, part in zip(self.pools, lease.leases, strict=True)])
 
     def make_writable(self, lease: GroupedLease, index: int) -> list[tuple[int, int, int]] | None:
-        """(group, source, target) copies that give `lease` a block of its own; None if no block is free."""
+        """(group, source, target) copies that give `lease` a block of its own; None if no block is
+        free.
+        """
         copies = []
         if any(
             not pool.num_free and pool.is_shared(part, index)
@@ -229,7 +240,9 @@ class GroupedPool:
         return copies
 
     def swap(self, lease: GroupedLease, index: int) -> GroupedLease | None:
-        """Blank blocks at `index` in every group, the old ones as a lease of their own; None if there are none."""
+        """Blank blocks at `index` in every group, the old ones as a lease of their own; None if
+        there are none.
+        """
         if not all(pool.num_free for pool in self.pools):
             return None
         olds = [pool.swap(part, index) for pool, part in zip(self.pools, lease.leases, strict=True)]
@@ -240,7 +253,9 @@ class GroupedPool:
         return any(pool.was_evicted(key) for pool in self.pools)
 
     def closest(self, parent: BlockKey, token_ids: Sequence[int]) -> int:
-        """Leading tokens of `token_ids` that the most similar remembered block below `parent` shares."""
+        """Leading tokens of `token_ids` that the most similar remembered block below `parent`
+        shares.
+        """
         return next((shared for shared, _ in self.pools[0].relatives(parent, token_ids)), 0)
 
     def forget(self, key: BlockKey) -> int:

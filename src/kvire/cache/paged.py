@@ -22,9 +22,9 @@ CPU = torch.device("cpu")
 class PagedKV:
     """The K and V of `num_blocks` blocks in every group of `spec`, or of so many in each.
 
-    k(layer): [num_blocks, block_size, kv_heads, key_width] and v(layer) alike with value_width: views
-    of the slabs, in the pool's dtype, on `device`. Where that is scaled, k_scales(layer) and v_scales(layer) say
-    what one step of each row is worth. Blocks start out uninitialised.
+    k(layer): [num_blocks, block_size, kv_heads, key_width] and v(layer) alike with value_width:
+    views of the slabs, in the pool's dtype, on `device`. Where that is scaled, k_scales(layer) and
+    v_scales(layer) say what one step of each row is worth. Blocks start out uninitialised.
     """
 
     def __init__(self, spec: KVSpec, num_blocks: int | Sequence[int], device: torch.device = CPU) -> None:
@@ -60,7 +60,9 @@ class PagedKV:
                         start = stop
 
     def close(self) -> None:
-        """Give the memory back now, not when the garbage collector finds the cycle of model and cache."""
+        """Give the memory back now, not when the garbage collector finds the cycle of model and
+        cache.
+        """
         self.slabs.clear()
         self._k.clear()
         self._v.clear()
@@ -73,7 +75,10 @@ class PagedKV:
         return sum(slab.numel() * slab.element_size() for slab in self.slabs)
 
     def memory(self, group: int, block_id: int) -> memoryview:
-        """The bytes of one block, all layers of `group`: writable, valid until close(). CPU only."""
+        """The bytes of one block, all layers of `group`: writable, valid until close().
+
+        CPU only.
+        """
         return self.slabs[group][block_id].view(torch.uint8).numpy().data
 
     def k(self, layer: int) -> Tensor:
@@ -85,11 +90,15 @@ class PagedKV:
         return self._v[layer]
 
     def k_scales(self, layer: int) -> Tensor | None:
-        """float32 [num_blocks, block_size, kv_heads], the scales of k(layer); None unless its dtype is scaled."""
+        """float32 [num_blocks, block_size, kv_heads], the scales of k(layer); None unless its dtype
+        is scaled.
+        """
         return self._k_scales.get(layer)
 
     def v_scales(self, layer: int) -> Tensor | None:
-        """float32 [num_blocks, block_size, kv_heads], the scales of v(layer); None unless its dtype is scaled."""
+        """float32 [num_blocks, block_size, kv_heads], the scales of v(layer); None unless its dtype
+        is scaled.
+        """
         return self._v_scales.get(layer)
 
     def rounded(self, x: Tensor) -> Tensor:
@@ -99,7 +108,9 @@ class PagedKV:
         return x.to(self.dtype).to(x.dtype)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """k: [T, kv_heads, key_width], v: [T, kv_heads, value_width], slots: [T] int64; rounds to the pool's dtype."""
+        """k: [T, kv_heads, key_width], v: [T, kv_heads, value_width], slots: [T] int64; rounds to
+        the pool's dtype.
+        """
         keys, values = self._k[layer], self._v[layer]
         assert k.shape == (slots.numel(), *keys.shape[2:]), (k.shape, keys.shape)
         assert v.shape == (slots.numel(), *values.shape[2:]), (v.shape, values.shape)
@@ -148,11 +159,13 @@ def _storage(size_bytes: int, dtype: torch.dtype, device: torch.device) -> Tenso
 def _huge_page_storage(size_bytes: int, dtype: torch.dtype) -> Tensor:
     """Memory that the kernel backs with huge pages where it can, and only once it is touched.
 
-    Decode reads cross fewer TLB entries: 25 GB/s became 29 at 4,096 tokens of SmolLM2 (bench/decode_attention.py).
+    Decode reads cross fewer TLB entries: 25 GB/s became 29 at 4,096 tokens of SmolLM2
+    (bench/decode_attention.py).
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=dtype)
-    # Private: a shared anonymous mapping is shared memory to the kernel, which has huge pages off by default.
+    # Private: a shared anonymous mapping is shared memory to the kernel, which has huge pages off
+    # by default.
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype)

@@ -5,11 +5,12 @@ from torch import Tensor
 
 
 def quantise(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """x: float [..., width] -> `dtype` [..., width] and float32 scales [...]; x is about number * scale.
+    """x: float [..., width] -> `dtype` [..., width] and float32 scales [...]; x is about number *
+    scale.
 
-    scale = max |x| / the largest number of dtype. To integers ties round to even, and x is off by scale / 2 at most.
-    A row in which a number is not finite has a scale that is not, and so comes back as nan: it must not look like
-    numbers.
+    scale = max |x| / the largest number of dtype. To integers ties round to even, and x is off by
+    scale / 2 at most. A row in which a number is not finite has a scale that is not, and so comes
+    back as nan: it must not look like numbers.
     """
     x = x.float()
     largest = torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max

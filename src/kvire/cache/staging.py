@@ -1,6 +1,7 @@
 """Host memory to device memory and back: the batch of every step, and blocks by their ids.
 
-Both go through pinned memory where there is a GPU, because only from there copies run beside everything else.
+Both go through pinned memory where there is a GPU, because only from there copies run beside
+everything else.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,9 @@ class BatchStaging:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def to_device(self, batch: Batch) -> Batch:
-        """The same batch with every tensor on the device; what is a list on the host stays there."""
+        """The same batch with every tensor on the device; what is a list on the host stays
+        there.
+        """
         found = {f.name: getattr(batch, f.name) for f in fields(batch)}
         tensors = [x for value in found.values() for x in _tensors(value)]
         moved = iter(self._move(tensors))
@@ -58,10 +61,11 @@ class BatchStaging:
 
 
 class BlockCopies:
-    """Copies blocks of one group's slabs to a host buffer and back, beside whatever the device computes.
+    """Copies blocks of one group's slabs to a host buffer and back, beside whatever the device
+    computes.
 
-    slabs: [num_blocks, elements]. A buffer from `host_blocks` is pinned; other host memory works, but the host
-    waits for its copies. Copies run in the order they were asked for.
+    slabs: [num_blocks, elements]. A buffer from `host_blocks` is pinned; other host memory works,
+        but the host waits for its copies. Copies run in the order they were asked for.
     """
 
     def __init__(self, slabs: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Blocks of a group whose layers look back over a window of tokens only.
 
-A sequence gives back the blocks behind its window while it runs, and a hit needs only the blocks that the
-window before its end touches. So the index is not closed under prefixes: blocks come and go one by one.
+A sequence gives back the blocks behind its window while it runs, and a hit needs only the blocks
+that the window before its end touches. So the index is not closed under prefixes: blocks come and
+go one by one.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,10 @@ from kvire.core.spec import first_needed
 
 
 class WindowPool(BlockPool):
-    """A BlockPool whose hits are trailing windows. window: tokens that a position sees, itself included."""
+    """A BlockPool whose hits are trailing windows.
+
+    window: tokens that a position sees, itself included.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, window: int) -> None:
         super().__init__(num_blocks, block_size)
@@ -28,7 +32,8 @@ class WindowPool(BlockPool):
         return (self.window - 2) // self.block_size + 2 if self.window > 1 else 1
 
     def match_length(self, root: BlockKey, keys: Sequence[BlockKey], token_ids: Sequence[int]) -> int:
-        """The most leading blocks of `token_ids` whose next token finds its whole window in the index.
+        """The most leading blocks of `token_ids` whose next token finds its whole window in the
+        index.
 
         Changes nothing. Compares real token ids, as BlockPool does.
         """

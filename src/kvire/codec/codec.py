@@ -14,7 +14,9 @@ MAX_ID = 255  # a byte of the header
 
 
 class Codec(Protocol):
-    """How KV becomes a frame's payload, and KV again. Instances are frozen: they compare by what they write.
+    """How KV becomes a frame's payload, and KV again.
+
+    Instances are frozen: they compare by what they write.
 
     id: stands in the header of every frame; never given to another codec.
     shortens: a payload is shorter than its KV; if not, it is exactly as long.
@@ -25,7 +27,9 @@ class Codec(Protocol):
 
     @classmethod
     def for_tier(cls, kv_dtype: str, bytes_per_s: float) -> Self | None:
-        """The codec as it pays for KV of this dtype in a tier of this bandwidth; None where it does not pay."""
+        """The codec as it pays for KV of this dtype in a tier of this bandwidth; None where it does
+        not pay.
+        """
 
     def encode(self, kv: memoryview) -> BytesLike | None:
         """The payload; None where it would not be shorter: the frame is raw then."""
@@ -34,8 +38,8 @@ class Codec(Protocol):
     def decode(payload: BytesLike, out: memoryview) -> None:
         """Fill `out` with exactly the KV that was encoded; allocates less than len(out).
 
-        Raises FrameDamaged("codec") for a payload that is no encoding of len(out) bytes, FrameForeign("codec") where a
-        package that it takes is not installed.
+        Raises FrameDamaged("codec") for a payload that is no encoding of len(out) bytes,
+        FrameForeign("codec") where a package that it takes is not installed.
         """
 
 

@@ -1,7 +1,9 @@
-"""A frame: one block as bytes. docs/format.md has the offsets; this file is the only one that knows them.
+"""A frame: one block as bytes. docs/format.md has the offsets; this file is the only one that knows
+them.
 
-header (HEADER_BYTES) | token ids, zeros, tag | payload, tag. Nothing follows, so a frame has exactly one length.
-Parsing trusts nothing: every length is checked against the bytes that are there before anything is allocated for it.
+header (HEADER_BYTES) | token ids, zeros, tag | payload, tag. Nothing follows, so a frame has
+exactly one length. Parsing trusts nothing: every length is checked against the bytes that are there
+before anything is allocated for it.
 """
 
 import struct
@@ -48,7 +50,8 @@ _CHECKSUM = Checksum()
 class Header:
     """A header whose fields are in range; whether they are true, only the sections' tags can say.
 
-    stored_bytes: of the payload, its tag not included. session, counter: of the seal; zero without one.
+    stored_bytes: of the payload, its tag not included.
+    session, counter: of the seal; zero without one.
     """
 
     version: int
@@ -69,7 +72,9 @@ class Header:
 
     @classmethod
     def parse(cls, frame: BytesLike) -> Self:
-        """Header of a frame, or of its first HEADER_BYTES. Raises FrameDamaged; FrameForeign for a newer version."""
+        """Header of a frame, or of its first HEADER_BYTES. Raises FrameDamaged; FrameForeign for a
+        newer version.
+        """
         if len(frame) < HEADER_BYTES:
             raise FrameDamaged("length")
         magic, version, codec, seal, group, zero, *rest = _LAYOUT.unpack_from(frame)
@@ -130,9 +135,10 @@ class Header:
 class Frames:
     """One tier's way of writing frames; any tier reads what any other wrote. Thread-safe.
 
-    keys: a tenant's key by its name, asked anew for every frame or run of frames. codec: of what is written, where
-    it pays. Frames are sealed iff the tenant has a secret, and only sealed ones are then read: whoever can write
-    to the store must not get in by leaving the seal away.
+    keys: a tenant's key by its name, asked anew for every frame or run of frames.
+    codec: of what is written, where it pays. Frames are sealed iff the tenant has a secret, and
+        only sealed ones are then read: whoever can write to the store must not get in by leaving
+        the seal away.
     """
 
     def __init__(self, keys: Callable[[str], TenantKey], codec: Codec = RAW) -> None:
@@ -145,7 +151,9 @@ class Frames:
         return prefix_bytes(len(record.token_ids)) + record.kv_bytes + TAG_BYTES
 
     def encode(self, record: BlockRecord, kv: memoryview, out: memoryview) -> int:
-        """Write the block's frame into `out`, at least frame_bytes(record) long; how many bytes it has."""
+        """Write the block's frame into `out`, at least frame_bytes(record) long; how many bytes it
+        has.
+        """
         assert len(kv) == record.kv_bytes and len(out) >= self.frame_bytes(record)
         assert 0 < len(record.token_ids) <= MAX_TOKENS and 0 < len(kv) <= MAX_KV_BYTES
         tenant = self._keys(record.tenant)
@@ -179,9 +187,11 @@ class Frames:
     def copy_out(
         self, wanted: Sequence[tuple[BlockRecord, memoryview]], frames: Sequence[memoryview | None]
     ) -> list[bool]:
-        """Verified KV from whole frames that lie in memory, into each block's buffer: for which that succeeded.
+        """Verified KV from whole frames that lie in memory, into each block's buffer: for which
+        that succeeded.
 
-        Only frames that are raw and checksummed, as most in memory are; of others `reading` gets what there is.
+        Only frames that are raw and checksummed, as most in memory are; of others `reading` gets
+        what there is.
         """
         readings = self.readings(wanted)
         pieces: dict[int, tuple[bytes, memoryview, memoryview]] = {}
@@ -193,9 +203,11 @@ class Frames:
         return [i in tags and frame is not None and frame[-TAG_BYTES:] == tags[i] for i, frame in enumerate(frames)]
 
     def token_ids(self, prefix: BytesLike, tenant: str) -> tuple[Header, tuple[int, ...]]:
-        """Header and token ids from a frame's first bytes, prefix_bytes(of its token count) or more; no KV needed.
+        """Header and token ids from a frame's first bytes, prefix_bytes(of its token count) or
+        more; no KV needed.
 
-        Raises FrameDamaged, also for too few bytes, and FrameForeign for a frame that is not the tenant's.
+        Raises FrameDamaged, also for too few bytes, and FrameForeign for a frame that is not the
+        tenant's.
         """
         header = Header.parse(prefix)
         if len(prefix) < header.prefix_bytes:
@@ -204,7 +216,8 @@ class Frames:
         return header, struct.unpack_from(f"<{header.token_count}i", ids)
 
     def verify(self, frame: memoryview, tenant: str | None) -> Header:
-        """Check a whole frame as far as possible: everything with the tenant's key; with None what needs no key.
+        """Check a whole frame as far as possible: everything with the tenant's key; with None what
+        needs no key.
 
         Raises FrameDamaged, and FrameForeign for a frame that is not the tenant's.
         """
@@ -220,7 +233,9 @@ class Frames:
         return header
 
     def take_scratch(self, size_bytes: int) -> memoryview:
-        """Memory for at least one frame so long; `give_scratch` once nobody writes to it any more."""
+        """Memory for at least one frame so long; `give_scratch` once nobody writes to it any
+        more.
+        """
         try:
             scratch = self._scratch.pop()
         except IndexError:
@@ -235,8 +250,8 @@ class Frames:
 class Reading:
     """One read of one block: a tier fills `buffers` in order, then `finish` checks what it was.
 
-    An unsealed raw frame is read straight into kv_out; anything else into scratch memory, which goes back only by
-    `finish`: after a read that failed, the tier may still be writing.
+    An unsealed raw frame is read straight into kv_out; anything else into scratch memory, which
+    goes back only by `finish`: after a read that failed, the tier may still be writing.
     """
 
     def __init__(self, frames: Frames, record: BlockRecord, tenant: TenantKey, kv_out: memoryview) -> None:
@@ -254,9 +269,11 @@ class Reading:
             self.buffers = [self._scratch[: frames.frame_bytes(record)]]
 
     def finish(self, length: int) -> None:
-        """Verify the `length` bytes that were read and leave the KV in kv_out; after an error that holds anything.
+        """Verify the `length` bytes that were read and leave the KV in kv_out; after an error that
+        holds anything.
 
-        Raises FrameDamaged, or FrameForeign for a sound frame that is not this block's. To be called at most once.
+        Raises FrameDamaged, or FrameForeign for a sound frame that is not this block's. To be
+        called at most once.
         """
         try:
             self._finish(length)
@@ -274,8 +291,8 @@ class Reading:
         return True
 
     def payload_head(self, prefix: memoryview, length: int) -> bytes | None:
-        """What the payload's checksum covers before it, if the frame is raw, checksummed, so long, and begins with what
-        this block's begins with; else None.
+        """What the payload's checksum covers before it, if the frame is raw, checksummed, so long,
+        and begins with what this block's begins with; else None.
         """
         if self._tenant.secret is not None or length != self._frames.frame_bytes(self._record):
             return None
@@ -313,7 +330,9 @@ class Reading:
 
 
 def finish_all(readings: Sequence[Reading], lengths: Sequence[int | None]) -> list[bool]:
-    """Reading.succeeds for each that has a length, False for the others; checksums of all are made at once."""
+    """Reading.succeeds for each that has a length, False for the others; checksums of all are made
+    at once.
+    """
     done = [False] * len(readings)
     pieces: dict[int, tuple[bytes, memoryview]] = {}
     for i, (reading, length) in enumerate(zip(readings, lengths, strict=True)):
@@ -352,7 +371,10 @@ def _pack_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def _guard(header: Header, tenant: TenantKey) -> Guard:
-    """What opens the frame's sections. Raises FrameForeign if this tenant must not, or cannot, read them."""
+    """What opens the frame's sections.
+
+    Raises FrameForeign if this tenant must not, or cannot, read them.
+    """
     if header.tenant_tag != tenant.tag:
         raise FrameForeign("sealed" if header.seal == SEALED else "tenant")
     if header.seal == CHECKSUMMED:
@@ -365,7 +387,10 @@ def _guard(header: Header, tenant: TenantKey) -> Guard:
 
 
 def _token_ids(header: Header, frame: memoryview, guard: Guard) -> BytesLike:
-    """Bytes of the token ids, verified. frame: prefix_bytes or more of it."""
+    """Bytes of the token ids, verified.
+
+    frame: prefix_bytes or more of it.
+    """
     return guard.plain(bytes(frame[:HEADER_BYTES]), TOKEN_IDS, frame[HEADER_BYTES : header.prefix_bytes])
 
 

@@ -1,7 +1,9 @@
-"""What shows that a section of a frame is what was written: a checksum, or a seal that also hides it.
+"""What shows that a section of a frame is what was written: a checksum, or a seal that also hides
+it.
 
-Whoever seals also vouches: without the tenant's secret nobody can make a section that opens. A checksum finds
-accidents only. Both cover the frame's whole header, so a section belongs to one frame and one place in it.
+Whoever seals also vouches: without the tenant's secret nobody can make a section that opens. A
+checksum finds accidents only. Both cover the frame's whole header, so a section belongs to one
+frame and one place in it.
 """
 
 import os
@@ -29,8 +31,9 @@ CHECKSUMMED, SEALED = 0, 1  # how a frame is protected, as its header says it
 class TenantKey:
     """What the frames of one tenant are written with. Only its name and tag may be shown.
 
-    salt: 64 hex digits, random; it joins every key, so that two tenants have none in common. secret: SECRET_BYTES, or
-    None in a store that does not seal. tag: TAG_BYTES that stand for the tenant in names and headers.
+    salt: 64 hex digits, random; it joins every key, so that two tenants have none in common.
+    secret: SECRET_BYTES, or None in a store that does not seal.
+    tag: TAG_BYTES that stand for the tenant in names and headers.
     """
 
     name: str
@@ -46,11 +49,16 @@ class Guard(Protocol):
         """Write the section and its tag: out is TAG_BYTES longer than plain."""
 
     def plain(self, header: bytes, section: int, protected: memoryview, out: memoryview | None = None) -> BytesLike:
-        """What was protected, in `out` if that is given. Raises FrameDamaged; `out` may then hold anything."""
+        """What was protected, in `out` if that is given.
+
+        Raises FrameDamaged; `out` may then hold anything.
+        """
 
 
 class Checksum:
-    """XXH3-128, in its canonical (big-endian) form, of header, section number as u32, and section."""
+    """XXH3-128, in its canonical (big-endian) form, of header, section number as u32, and
+    section.
+    """
 
     def tag(self, header: bytes, section: int, plain: BytesLike) -> bytes:
         """TAG_BYTES that follow the section."""
@@ -83,7 +91,9 @@ class Checksum:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """AES-256-GCM with the header as associated data; nonce: section number as u32, then the frame's counter as u64."""
+    """AES-256-GCM with the header as associated data; nonce: section number as u32, then the
+    frame's counter as u64.
+    """
 
     cipher: AESGCM
     counter: int
@@ -113,22 +123,27 @@ def cipher(secret: bytes, session: bytes) -> AESGCM:
 
 
 def forget_ciphers() -> None:
-    """Drop the derived keys that this process holds; they come back for whoever still has the secret."""
+    """Drop the derived keys that this process holds; they come back for whoever still has the
+    secret.
+    """
     cipher.cache_clear()
 
 
 class SealSession:
     """Gives each frame that this process seals a (session, counter) that no other frame has.
 
-    The session is random, and new in every process and after a fork, so that counting from 0 never repeats a nonce
-    under a derived key. (A process that is restored twice from one memory image would: docs/adr/0012.)
+    The session is random, and new in every process and after a fork, so that counting from 0 never
+    repeats a nonce under a derived key. (A process that is restored twice from one memory image
+    would: docs/adr/0012.)
     """
 
     def __init__(self) -> None:
         self.renew()
 
     def renew(self) -> None:
-        """Begin a new session; also replaces the lock, which a fork may have copied while it was held."""
+        """Begin a new session; also replaces the lock, which a fork may have copied while it was
+        held.
+        """
         self._lock = threading.Lock()
         self._id = os.urandom(SESSION_BYTES)
         self._count = 0

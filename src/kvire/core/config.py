@@ -1,4 +1,7 @@
-"""Options of an engine: frozen and strict. What is measured later (how many blocks fit) lies elsewhere."""
+"""Options of an engine: frozen and strict.
+
+What is measured later (how many blocks fit) lies elsewhere.
+"""
 
 import math
 from dataclasses import dataclass, fields
@@ -20,15 +23,21 @@ GIB = 1 << 30
 class EngineConfig:
     """How the engine runs a model.
 
-    kv_dtype: what the pool keeps, float32, float16, bfloat16 or int8. kv_memory: size of the pool, such as
-    "2GiB", or "auto": half of what is free, but no more than max_num_seqs full contexts need.
-    block_size: tokens per block, the granularity of reuse. prefix_cache: remember blocks of finished
-    requests. max_model_len: longest prompt + answer, at most what the model was made for; by default
-    that, or what the pool holds if it is less. max_batch_tokens: tokens computed in one step.
-    max_num_seqs: sequences running at once. max_queue: requests waiting at most. attention: auto,
-    native or portable. deterministic: the same bits however a token's KV came about; slower. kv_cache:
-    paged; contiguous reserves max_model_len per sequence and shares nothing; off recomputes every step. Both
-    of these are there to be measured against. device: auto, cpu or cuda.
+    kv_dtype: dtype of the pool: float32, float16, bfloat16 or int8.
+    kv_memory: size of the pool, such as "2GiB", or "auto": half of free memory, but no more than
+        max_num_seqs full contexts need.
+    block_size: tokens per block, the granularity of reuse.
+    prefix_cache: remember blocks of finished requests.
+    max_model_len: longest prompt + answer, at most the model's own limit; by default that, or the
+        capacity of the pool if it is less.
+    max_batch_tokens: tokens computed in one step.
+    max_num_seqs: sequences running at once.
+    max_queue: requests waiting at most.
+    attention: auto, native or portable.
+    deterministic: the same bits however a token's KV came about; slower.
+    kv_cache: paged; contiguous reserves max_model_len per sequence and shares nothing; off
+        recomputes every step. Both of these are there to be measured against.
+    device: auto, cpu or cuda.
     """
 
     kv_dtype: str = "float32"
@@ -93,16 +102,21 @@ def _positive(name: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
-    """Where blocks go below the pool, and how much of them.
+    """Where blocks are kept below the pool, and how many bytes of them.
 
-    path: folder of the disk tier, or None for none. disk_bytes: what that folder may take at most, by `du`;
-    None leaves an existing folder the limit that it has, and gives a new one the size that kvire.store.place chooses.
-    ram_bytes: size of the memory tier; 0 for none. remote: URLs of remote tiers, nearest first. encrypt: seal what
-    leaves the process. key_file: where the tenants' keys lie; None for the user's own. ttl_s: how long a block is
-    kept unused; None for as long as there is room. writes_per_day_bytes: what the disk tier may be sent in a day
-    (wear); None for no limit. admission: "all" keeps every block, "turn" those of finished requests and those used
-    twice. load_timeout_s: how long one load may wait for a remote tier. required: whether
-    a store that cannot be opened is an error; else it is a warning, and the engine works without one.
+    path: folder of the disk tier; None for no disk tier.
+    disk_bytes: size limit of that folder, by `du`; None leaves an existing folder its limit, and
+        gives a new one the size that kvire.store.place chooses.
+    ram_bytes: size of the memory tier; 0 for none.
+    remote: URLs of remote tiers, nearest first.
+    encrypt: seal every block that leaves the process.
+    key_file: path of the tenants' keys; None for the user's own.
+    ttl_s: how long a block is kept unused; None for as long as there is room.
+    writes_per_day_bytes: write limit of the disk tier per day (wear); None for no limit.
+    admission: "all" keeps every block, "turn" those of finished requests and those used twice.
+    load_timeout_s: how long one load may wait for a remote tier.
+    required: whether a store that cannot be opened is an error; else it is a warning, and the
+        engine works without one.
     """
 
     path: Path | None = None

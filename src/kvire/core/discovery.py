@@ -7,7 +7,9 @@ from typing import Any
 
 
 def parts(package: ModuleType | str, name: str) -> list[Any]:
-    """The object called `name` of each module in a package, in the modules' order; modules without one are left out."""
+    """The object called `name` of each module in a package, in the modules' order; modules without
+    one are left out.
+    """
     package = import_module(package) if isinstance(package, str) else package
     modules = sorted(found.name for found in iter_modules(package.__path__))
     loaded = [import_module(f"{package.__name__}.{module}") for module in modules]

@@ -30,7 +30,9 @@ class KVDType:
     note: str = ""
 
     def rows_bytes(self, numbers: int) -> int:
-        """Bytes of so many numbers, up to where their scales begin: scales lie at multiples of their own size."""
+        """Bytes of so many numbers, up to where their scales begin: scales lie at multiples of
+        their own size.
+        """
         size = numbers * self.element_bytes
         return -(-size // SCALE_BYTES) * SCALE_BYTES if self.is_scaled else size
 

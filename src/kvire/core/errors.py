@@ -37,7 +37,9 @@ class EngineClosedError(KvireError):
 
 
 class StoreError(KvireError):
-    """The store cannot be opened or changed as asked: a wrong key file, a folder that is none, an unknown tenant."""
+    """The store cannot be opened or changed as asked: a wrong key file, a folder that is none, an
+    unknown tenant.
+    """
 
 
 class BlockMissing(KvireError):  # noqa: N818 - not an error of anybody: an ordinary answer of a tier
@@ -49,7 +51,10 @@ class TierUnavailable(KvireError):  # noqa: N818 - as above
 
 
 class FrameDamaged(KvireError):  # noqa: N818 - as above
-    """The bytes are no frame of ours, or not what was written. cause: one word for counters."""
+    """The bytes are no frame of ours, or not what was written.
+
+    cause: one word for counters.
+    """
 
     def __init__(self, cause: str) -> None:
         super().__init__(f"the frame is damaged: {cause}")
@@ -57,8 +62,10 @@ class FrameDamaged(KvireError):  # noqa: N818 - as above
 
 
 class FrameForeign(KvireError):  # noqa: N818 - as above
-    """A frame that is not what was asked for though nothing is wrong with it: another block's, a newer version's, or
-    sealed with a key that is not at hand. It is a miss and stays where it is. cause: one word for counters.
+    """A frame that is not what was asked for though nothing is wrong with it: another block's, a
+    newer version's, or sealed with a key that is not at hand. It is a miss and stays where it is.
+
+    cause: one word for counters.
     """
 
     def __init__(self, cause: str) -> None:

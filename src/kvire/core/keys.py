@@ -62,7 +62,9 @@ class Namespace:
         return BlockKey(digest.digest())
 
     def public_fields(self) -> dict[str, str]:
-        """What may be told beside the blocks, to say later why others do not match: all but the salt."""
+        """What may be told beside the blocks, to say later why others do not match: all but the
+        salt.
+        """
         return {f.name: str(getattr(self, f.name)) for f in fields(self) if f.name != "salt"}
 
     def with_salt(self, salt: str) -> Self:
@@ -91,7 +93,8 @@ def block_keys(
 def divided(salt: str, *, cache_salt: str = "", epoch: str = "") -> str:
     """A tenant's salt, divided by what separates requests within the tenant.
 
-    cache_salt: the request's. epoch: what was stored under another one is not to be found any more.
+    cache_salt: the request's.
+    epoch: what was stored under another one is not to be found any more.
     """
     if cache_salt:
         salt += "/" + sha256(cache_salt.encode("utf-8")).hexdigest()
@@ -99,7 +102,9 @@ def divided(salt: str, *, cache_salt: str = "", epoch: str = "") -> str:
 
 
 def unsealed_salt(tenant: str) -> str:
-    """A tenant's salt where no store keeps a random one: blocks are told apart, and never leave the process."""
+    """A tenant's salt where no store keeps a random one: blocks are told apart, and never leave the
+    process.
+    """
     return sha256(tenant.encode("utf-8")).hexdigest() if tenant else ""
 
 
@@ -109,7 +114,9 @@ def page_key(root: BlockKey, name: bytes) -> BlockKey:
 
 
 def page_words(name: bytes) -> tuple[int, ...]:
-    """Eight int32 that stand where such a block's token ids would: a reader compares them in their place."""
+    """Eight int32 that stand where such a block's token ids would: a reader compares them in their
+    place.
+    """
     return tuple(np.frombuffer(sha256(field("sglang page", name)).digest(), "<i4").tolist())
 
 
@@ -120,17 +127,23 @@ def page_content(salt: str, name: bytes) -> bytes:
 
 
 def content_ids(salt: str, token_ids: Sequence[int], ends: Sequence[int]) -> list[bytes]:
-    """16 bytes for each of token_ids[:end]; ends ascend. They tell the same tokens again under another namespace.
+    """16 bytes for each of token_ids[:end]; ends ascend.
 
-    Nothing is ever loaded by them: they only say why a key was not found. salt: the tenant's.
+    They tell the same tokens again under another namespace.
+
+    Nothing is ever loaded by them: they only say why a key was not found.
+
+    salt: the tenant's.
     """
     chain = ContentChain(salt)
     return [chain.add(token_ids[start:end]) for start, end in pairwise([0, *ends])]
 
 
 class ContentChain:
-    """Content ids of tokens that come bit by bit, at the price of the new ones. salt: the tenant's. begun: the SHA-256
-    of what came before, if anything did.
+    """Content ids of tokens that come bit by bit, at the price of the new ones.
+
+    salt: the tenant's.
+    begun: the SHA-256 of what came before, if anything did.
     """
 
     def __init__(self, salt: str, begun: Any = None) -> None:

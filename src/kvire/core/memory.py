@@ -65,7 +65,9 @@ def _meminfo_available(proc: Path) -> int:
 
 
 def _sysconf_available() -> int:
-    """Where there is no /proc: half of physical memory, since how much of it is free is not known."""
+    """Where there is no /proc: half of physical memory, since how much of it is free is not
+    known.
+    """
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 

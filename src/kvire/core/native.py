@@ -24,7 +24,8 @@ def native_module() -> ModuleType | None:
 
 @cache
 def kernels_digest() -> str:
-    """Hex SHA-256 of the library that kvire._native was loaded from: its sources, its compiler and its options.
+    """Hex SHA-256 of the library that kvire._native was loaded from: its sources, its compiler and
+    its options.
 
     Empty where there are no kernels.
     """

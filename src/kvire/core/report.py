@@ -5,7 +5,10 @@ from enum import StrEnum
 
 
 class MissReason(StrEnum):
-    """Why reuse ended where it did. COMPLETE: all that could be reused was (in deterministic mode, full blocks)."""
+    """Why reuse ended where it did.
+
+    COMPLETE: all that could be reused was (in deterministic mode, full blocks).
+    """
 
     COMPLETE = "complete"
     OFF = "off"  # the prefix cache is switched off
@@ -24,11 +27,15 @@ class MissReason(StrEnum):
 class CacheReport:
     """Tokens of one prompt by source; they sum to the prompt, always.
 
-    device_tokens: reused from the pool. memory_tokens, disk_tokens, remote_tokens: loaded from tiers of the store.
-    computed_tokens: run through the model. recomputed_tokens: prompt and generated tokens computed again after
-    preemptions, on top of the prompt. miss_token: position of the first token that no remembered prompt shares, where
-    that is known. miss_detail: for OTHER_NAMESPACE, what differs. saved_s: what computing the reused tokens would have
-    taken, by this engine's own measure, less what was waited for them; None before it has measured.
+    device_tokens: reused from the pool.
+    memory_tokens, disk_tokens, remote_tokens: loaded from tiers of the store.
+    computed_tokens: run through the model.
+    recomputed_tokens: prompt and generated tokens computed again after preemptions, on top of the
+        prompt.
+    miss_token: position of the first token that no remembered prompt shares, where that is known.
+    miss_detail: for OTHER_NAMESPACE, the fields that differ.
+    saved_s: seconds that computing the reused tokens would have taken, by this engine's own
+        measure, less the seconds spent waiting for them; None before it has measured.
     """
 
     device_tokens: int

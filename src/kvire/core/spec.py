@@ -26,8 +26,9 @@ class LayerKind(StrEnum):
 class KVGroup:
     """Layers of one kind, window and shape; they share block tables.
 
-    layers: model layer indices, ascending. key_width, value_width: elements per head and token
-    (for LATENT: the latent rank and the rotary width, with one head).
+    layers: model layer indices, ascending.
+    key_width, value_width: elements per head and token (for LATENT: the latent rank and the rotary
+        width, with one head).
     """
 
     kind: LayerKind
@@ -51,7 +52,10 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """What one model keeps per token. dtype: a key of KV_DTYPES; block_size in tokens."""
+    """What one model keeps per token.
+
+    dtype: a key of KV_DTYPES; block_size in tokens.
+    """
 
     groups: tuple[KVGroup, ...]
     dtype: str = "float32"
@@ -77,17 +81,25 @@ class KVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one more token takes, over all groups; a block's padding, if it has any, shared out."""
+        """Bytes that one more token takes, over all groups; a block's padding, if it has any,
+        shared out.
+        """
         return -(-sum(map(self.block_bytes, range(len(self.groups)))) // self.block_size)
 
 
 def group_text(kind: str, layers: str, rest: str, window: int | None) -> str:
-    """One group of layers in a namespace's spec. rest: what else decides where its bytes lie; window: in tokens."""
+    """One group of layers in a namespace's spec.
+
+    rest: what else decides where its bytes lie;
+    window: in tokens.
+    """
     return f"{kind} layers={layers} {rest} window={window or 0}"
 
 
 def windows_of(spec: str) -> tuple[int | None, ...] | None:
-    """The window of each group in a namespace's spec, in tokens, None for a group without; None: it does not say."""
+    """The window of each group in a namespace's spec, in tokens, None for a group without; None: it
+    does not say.
+    """
     windows: list[int | None] = []
     for group in spec.split(";"):
         head, _, window = group.rpartition(" window=")

@@ -38,8 +38,9 @@ def build_engine(
     progress: Progress | None = None,
     store: StoreConfig | TieredStore | None = None,
 ) -> tuple[Engine, LoadedModel]:
-    """Find, load and wire up a model; computes in float32. store: what to open and use, or an open one; None for
-    the pool alone.
+    """Find, load and wire up a model; computes in float32.
+
+    store: what to open and use, or an open one; None for the pool alone.
 
     Raises ModelNotFoundError, UnsupportedModelError, ConfigError or StoreError.
     """
@@ -91,9 +92,12 @@ def numerics(config: EngineConfig, backend: PortableAttention, device: torch.dev
 
 
 def computed_by(loaded: LoadedModel, bound: PagedModel | TiledModel, backend: PortableAttention) -> str:
-    """Versions and digests of all that computes KV. bound: the loaded model as it runs, over its cache.
+    """Versions and digests of all that computes KV.
 
-    Not the version of transformers: two releases that compute and load this model with the same code share blocks.
+    bound: the loaded model as it runs, over its cache.
+
+    Not the version of transformers: two releases that compute and load this model with the same
+    code share blocks.
     """
     code = ModelCode(
         loaded.model,
@@ -129,7 +133,9 @@ def _open(store: StoreConfig | TieredStore | None, config: EngineConfig, device:
 
 
 def refuse_experts(model: nn.Module) -> None:
-    """Raise ConfigError for a mixture of experts: how many rows an expert gets is up to the other rows."""
+    """Raise ConfigError for a mixture of experts: how many rows an expert gets is up to the other
+    rows.
+    """
     if any(hasattr(module, "experts") or "Experts" in type(module).__name__ for module in model.modules()):
         raise ConfigError(
             "deterministic mode does not support mixture-of-experts models: an expert computes a token together with "

@@ -1,5 +1,6 @@
 """The engine on a thread of its own: requests go in through its inbox, outputs come out through a
-queue per request. Whoever answers people or programs (LLM, the server) talks to this, from any thread.
+queue per request. Whoever answers people or programs (LLM, the server) talks to this, from any
+thread.
 """
 
 import asyncio
@@ -45,7 +46,9 @@ class EngineClient:
         return self
 
     def close(self) -> None:
-        """Stop after the current step and free the pool; requests in flight end with EngineClosedError. Idempotent."""
+        """Stop after the current step and free the pool; requests in flight end with
+        EngineClosedError. Idempotent.
+        """
         self._stopping = True
         self._wake.set()
         if self._thread.is_alive():
@@ -71,7 +74,10 @@ class EngineClient:
         return None if self._failure is None else EngineClosedError(self._failure)
 
     def submit(self, request: Request, route: Route) -> None:
-        """Queue a request. Raises RequestError, QueueFullError or EngineClosedError; then nothing was queued."""
+        """Queue a request.
+
+        Raises RequestError, QueueFullError or EngineClosedError; then nothing was queued.
+        """
         with self._lock:
             if self._failure is not None:
                 raise EngineClosedError(self._failure)  # a new one each time: a raised one keeps its traceback

@@ -16,9 +16,11 @@ BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Detokenizer:
-    """Text of one answer. tokenizer: anything with transformers' `decode`, or None for ids only.
+    """Text of one answer.
 
-    stopped_by: the stop string that was found, if any; nothing is shown from its first character on.
+    tokenizer: anything with transformers' `decode`, or None for ids only.
+    stopped_by: the stop string that was found, if any; nothing is shown from its first character
+        on.
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = (), *, skip_special_tokens: bool = True) -> None:
@@ -66,7 +68,8 @@ class Detokenizer:
         """How many characters of `decoded` no further id can change."""
         complete = len(decoded.rstrip(REPLACEMENT))
         if complete < len(decoded) and len(self._ids) - self._window > LONG_WINDOW_TOKENS:
-            # Not the beginning of a character but text that is broken for good: only its end may still change.
+            # Not the beginning of a character but text that is broken for good: only its end may
+            # still change.
             head = self._decode(self._ids[self._window : -CONTEXT_TOKENS])
             if decoded.startswith(head):
                 return max(complete, len(head))

@@ -80,9 +80,11 @@ class EngineStats:
 class Engine:
     """Runs requests on a model over a paged cache.
 
-    namespace: everything besides tokens that decides KV. max_model_len: longest prompt + answer.
-    eos_token_ids: end an answer unless it ignores them. tokenizer: None for ids only. store: open, and closed
-    with the engine; None for the pool alone.
+    namespace: everything besides tokens that decides KV.
+    max_model_len: longest prompt + answer.
+    eos_token_ids: end an answer unless it ignores them.
+    tokenizer: None for ids only.
+    store: open, and closed with the engine; None for the pool alone.
     """
 
     def __init__(
@@ -165,7 +167,9 @@ class Engine:
         return self.scheduler.has_work or not self.inbox.empty()
 
     def step(self) -> list[Output | Failure]:
-        """Do one step of the loop; what it added to each answer, and which requests could not go on."""
+        """Do one step of the loop; what it added to each answer, and which requests could not go
+        on.
+        """
         self.poll()
         self.scheduler.admit()
         chunks = self.scheduler.schedule()
@@ -387,7 +391,9 @@ class Engine:
 
 
 def _reuse(store: TieredStore | None, config: EngineConfig, namespace: Namespace, paged: PagedKV) -> AnyReuse:
-    """What is stored and found again; nothing, without a store or where the engine is not to reuse anything."""
+    """What is stored and found again; nothing, without a store or where the engine is not to reuse
+    anything.
+    """
     prefill = PrefillSpeed(PREFILL_TOKEN_S)
     if store is None or not config.prefix_cache or config.kv_cache != "paged":
         return NoReuse(namespace, prefill=prefill)

@@ -1,4 +1,6 @@
-"""How many blocks each group gets of the memory there is, and so how long one sequence may become."""
+"""How many blocks each group gets of the memory there is, and so how long one sequence may
+become.
+"""
 
 from dataclasses import dataclass
 from typing import Self
@@ -15,7 +17,9 @@ AUTO_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """num_blocks: of each group. max_model_len: longest prompt + answer. pool_bytes: of all blocks."""
+    """num_blocks: of each group. max_model_len: longest prompt + answer. pool_bytes: of all
+    blocks.
+    """
 
     num_blocks: tuple[int, ...]
     max_model_len: int
@@ -58,7 +62,9 @@ class MemoryPlan:
 
 
 def _most_blocks(config: EngineConfig, spec: KVSpec, pool_bytes: int, limit: int) -> int:
-    """The most blocks of the group with the longest reach that fit, with what the others need beside them."""
+    """The most blocks of the group with the longest reach that fit, with what the others need
+    beside them.
+    """
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -72,8 +78,9 @@ def _most_blocks(config: EngineConfig, spec: KVSpec, pool_bytes: int, limit: int
 def _per_group(config: EngineConfig, spec: KVSpec, blocks: int) -> tuple[int, ...]:
     """Blocks of each group where the one with the longest reach has `blocks`.
 
-    A window group beside a full one gets what every running sequence can hold, twice: once more for windows that
-    are remembered at the ends of prefixes. What it would have beyond that goes to the full group instead.
+    A window group beside a full one gets what every running sequence can hold, twice: once more for
+    windows that are remembered at the ends of prefixes. What it would have beyond that goes to the
+    full group instead.
     """
     if config.kv_cache != "paged" or _only_windows(config, spec):
         return (blocks,) * len(spec.groups)

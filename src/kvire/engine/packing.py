@@ -8,7 +8,9 @@ from kvire.engine.scheduler import Chunk
 
 
 def logits_rows(chunk: Chunk) -> int:
-    """How many rows of logits a chunk needs: all for prompt logprobs, one if a token is sampled, else none."""
+    """How many rows of logits a chunk needs: all for prompt logprobs, one if a token is sampled,
+    else none.
+    """
     return chunk.count if chunk.seq.scores_prompt else int(chunk.completes)
 
 

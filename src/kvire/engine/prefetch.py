@@ -1,4 +1,5 @@
-"""Blocks from the store for the scheduler's sequences: into which memory, how long to wait, what to compute instead.
+"""Blocks from the store for the scheduler's sequences: into which memory, how long to wait, what to
+compute instead.
 
 What can be loaded and whether that is worth it is the planner's to say (store/reuse/planner.py).
 """
@@ -14,7 +15,8 @@ from kvire.store.reuse.look import Found
 from kvire.store.reuse.no_reuse import AnyReuse
 from kvire.store.ticket import Ticket
 
-# How long the engine sleeps while all it has to do is wait for loads; it wakes when a block arrives.
+# How long the engine sleeps while all it has to do is wait for loads; it wakes when a block
+# arrives.
 NAP_S = 0.002
 # A sequence that must give up its memory waits so long for the reads that are still under way.
 QUIET_S = 0.005
@@ -39,7 +41,9 @@ class Plan(NamedTuple):
 
 
 class Prefetcher:
-    """Belongs to the scheduler and its thread. memory: of a block, by group and id.
+    """Belongs to the scheduler and its thread.
+
+    memory: of a block, by group and id.
 
     most_ahead: sequences without a seat whose blocks are loaded already.
     met: loads of which part was loaded and part computed.
@@ -54,14 +58,19 @@ class Prefetcher:
         self.draining: list[tuple[GroupedLease, Ticket]] = []  # memory that a read may still write into
 
     def plan(self, seq: Sequence, usable: int, matched: int) -> Plan:
-        """What to load of the first `usable` blocks beyond those `matched` on the device. Changes nothing there."""
+        """What to load of the first `usable` blocks beyond those `matched` on the device.
+
+        Changes nothing there.
+        """
         found = Found.nothing(matched, usable)
         if seq.reuse.may_load and matched < usable:
             found = seq.reuse.seen(matched, lambda: self.reuse.hope(self.reuse.look(seq.chain, matched, usable)))
         return Plan(found, self.reuse.worth(found))
 
     def start(self, seq: Sequence, plan: Plan) -> None:
-        """Begin to load for a sequence that has its blocks; and ask why what is stored nowhere is not."""
+        """Begin to load for a sequence that has its blocks; and ask why what is stored nowhere is
+        not.
+        """
         reused, found = seq.reuse, plan.found
         reused.forget_look()
         self.reuse.decided(plan.choice)
@@ -112,7 +121,9 @@ class Prefetcher:
         return tokens
 
     def claim(self, seq: Sequence, count: int) -> int:
-        """Take the blocks of the next `count` tokens from the load; how many of them can be computed now."""
+        """Take the blocks of the next `count` tokens from the load; how many of them can be
+        computed now.
+        """
         load, block_size = seq.reuse.load, self.pool.block_size
         if load is None:
             return count
@@ -151,8 +162,8 @@ class Prefetcher:
     def poll(self) -> None:
         """Give memory back that nothing will be read into any more.
 
-        No read under way is not enough: a block that others wait for too, or that a remote tier has, is read into the
-        loader's own memory first and copied then.
+        No read under way is not enough: a block that others wait for too, or that a remote tier
+        has, is read into the loader's own memory first and copied then.
         """
         for lease, ticket in self.draining:
             if ticket.finished:
@@ -160,7 +171,9 @@ class Prefetcher:
         self.draining = [(lease, ticket) for lease, ticket in self.draining if not lease.released]
 
     def nap(self, running: list[Sequence]) -> None:
-        """Sleep until a block of some running sequence arrives, or memory comes back, but not for long."""
+        """Sleep until a block of some running sequence arrives, or memory comes back, but not for
+        long.
+        """
         tickets = [seq.reuse.load.ticket for seq in running if seq.reuse.load is not None]
         tickets += [ticket for _, ticket in self.draining]
         if tickets:

@@ -17,16 +17,24 @@ MIN_TOP_P, MIN_REPETITION_PENALTY = 1e-6, 0.01
 class SamplingParams:
     """How one request's tokens are chosen, and where its answer ends.
 
-    max_tokens: longest answer. temperature: 0 is greedy. top_k, top_p: keep the likeliest; 0 and 1 keep
-    everything. min_p: keep tokens at least that share of the likeliest. repetition_penalty: divides
-    (multiplies) positive (negative) logits of tokens in prompt and answer. presence_penalty,
-    frequency_penalty: subtracted from tokens of the answer, once or per occurrence. logit_bias: added by
-    token id. seed: with it, the random numbers are the same whatever else runs (what may still differ is
-    the last bits of logits, docs/architecture.md). stop: strings that end the answer and
-    are no part of it. stop_token_ids: end the answer and are its last id. ignore_eos: go on past the
-    model's end tokens. logprobs: how many likeliest tokens to list beside each chosen one (None: no
-    logprobs), of the raw model before penalties and temperature. prompt_logprobs: the same for the
-    prompt. n: answers to the same prompt.
+    max_tokens: longest answer.
+    temperature: 0 is greedy.
+    top_k, top_p: keep the likeliest; 0 and 1 keep everything.
+    min_p: keep tokens at least that share of the likeliest.
+    repetition_penalty: divides (multiplies) positive (negative) logits of tokens in prompt and
+        answer.
+    presence_penalty, frequency_penalty: subtracted from tokens of the answer, once or per
+        occurrence.
+    logit_bias: added by token id.
+    seed: with it, the random numbers are the same whatever else runs (only the last bits of logits
+        may still differ, docs/architecture.md).
+    stop: strings that end the answer and are no part of it.
+    stop_token_ids: end the answer and are its last id.
+    ignore_eos: go on past the model's end tokens.
+    logprobs: how many likeliest tokens to list beside each chosen one (None: no logprobs), of the
+        raw model before penalties and temperature.
+    prompt_logprobs: the same for the prompt.
+    n: answers to the same prompt.
     """
 
     max_tokens: int = 256
@@ -96,8 +104,9 @@ class SamplingParams:
 class Request:
     """One prompt to answer. request_id is unique among those in flight.
 
-    tenant: whose KV it may meet and leaves behind. cache_salt: shares KV only with requests of the same salt, within
-    the tenant. store: whether its KV may be kept outside the engine; what is there is used all the same.
+    tenant: whose KV it may meet and leaves behind.
+    cache_salt: shares KV only with requests of the same salt, within the tenant.
+    store: whether its KV may be kept outside the engine; what is there is used all the same.
     """
 
     request_id: str
@@ -110,7 +119,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One position: the chosen token, its log-probability, and the likeliest ones (id -> logprob)."""
+    """One position: the chosen token, its log-probability, and the likeliest ones (id ->
+    logprob).
+    """
 
     token_id: int
     logprob: float
@@ -121,12 +132,17 @@ class TokenLogprobs:
 class Output:
     """What one step added to one answer of a request.
 
-    index: which of the n answers. token_ids: new tokens. text: new text that is safe to show.
-    logprobs: one entry per new token if asked for. finish_reason: "stop", "length" or "abort" on the
-    last output, else None. stop_reason: the stop string or token id that ended it, if one did.
-    cache: the prompt's CacheReport, on the first and last output. prompt_logprobs: on the first output of
-    each answer, if asked for; None stands for the first token, which nothing predicts. load_s, prefill_s:
-    on the first output, seconds since the prompt got memory that went by waiting for the store, and otherwise.
+    index: which of the n answers.
+    token_ids: new tokens.
+    text: new text that is safe to show.
+    logprobs: one entry per new token if asked for.
+    finish_reason: "stop", "length" or "abort" on the last output, else None.
+    stop_reason: the stop string or token id that ended it, if one did.
+    cache: the prompt's CacheReport, on the first and last output.
+    prompt_logprobs: on the first output of each answer, if asked for; None stands for the first
+        token, which nothing predicts.
+    load_s, prefill_s: on the first output, seconds since the prompt got memory: waiting for the
+        store, and the rest.
     """
 
     request_id: str

@@ -1,4 +1,6 @@
-"""What a finished request looks like from outside: answers, usage, times, and where the prompt came from."""
+"""What a finished request looks like from outside: answers, usage, times, and where the prompt came
+from.
+"""
 
 from dataclasses import dataclass, field, replace
 from time import monotonic
@@ -9,7 +11,10 @@ from kvire.engine.request import Output, Request, TokenLogprobs
 
 @dataclass(slots=True)
 class Completion:
-    """One answer. token_ids: new tokens only, with the one that ended it."""
+    """One answer.
+
+    token_ids: new tokens only, with the one that ended it.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -20,7 +25,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens as they are counted and billed; the prompt counts once, however many answers it got."""
+    """Tokens as they are counted and billed; the prompt counts once, however many answers it
+    got.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -34,10 +41,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds, seen from outside the engine. ttft_s: to the first token. tpot_s: per token after it.
+    """Seconds, seen from outside the engine.
 
-    queue_s, load_s, prefill_s: what ttft_s is made of: until the prompt got memory (and the answer its way out),
-    waiting for the store since then, and the rest.
+    ttft_s: to the first token.
+    tpot_s: per token after it.
+    queue_s, load_s, prefill_s: what ttft_s is made of: until the prompt got memory (and the answer
+        its way out), waiting for the store since then, and the rest.
     """
 
     ttft_s: float

@@ -26,7 +26,9 @@ def sample(
     index: int,
     position: int,
 ) -> int:
-    """logits: float32 [vocab], unchanged. prompt, answer: tokens that penalties look at. -> token id."""
+    """logits: float32 [vocab], unchanged. prompt, answer: tokens that penalties look at. -> token
+    id.
+    """
     scores = penalised(logits, params, prompt, answer)
     if params.temperature == 0:
         return int(scores.argmax())
@@ -70,7 +72,9 @@ def needs_penalties(params: SamplingParams) -> bool:
 
 
 def uniform(seed: int, index: int, position: int) -> float:
-    """A number in [0, 1) that depends on the three arguments only (Philox, a counter-based generator)."""
+    """A number in [0, 1) that depends on the three arguments only (Philox, a counter-based
+    generator).
+    """
     key = np.array([seed % 2**64, index], dtype=np.uint64)
     return float(np.random.Generator(np.random.Philox(key=key, counter=position)).random())
 

@@ -20,8 +20,8 @@ from kvire.engine.sequence import Sequence, State
 from kvire.plan.cost import Way
 from kvire.store.reuse.load import Miss
 
-# A prompt whose logprobs are asked for needs logits of every token; this bounds their number in one step, and so
-# their memory (64 rows of a vocabulary of 262,144 in float32 are 67 MB).
+# A prompt whose logprobs are asked for needs logits of every token; this bounds their number in one
+# step, and so their memory (64 rows of a vocabulary of 262,144 in float32 are 67 MB).
 MAX_PROMPT_LOGPROB_TOKENS = 64
 
 
@@ -41,7 +41,8 @@ class Chunk:
 class Scheduler:
     """Waiting and running sequences over one GroupedPool; belongs to the engine's thread.
 
-    prefetcher: brings what is stored. copy_block: copies a block's KV, by group, source and target.
+    prefetcher: brings what is stored.
+    copy_block: copies a block's KV, by group, source and target.
     """
 
     def __init__(
@@ -85,7 +86,10 @@ class Scheduler:
         insort(self.waiting, seq, key=_order)
 
     def remove(self, seq: Sequence, *, remember: bool = True) -> None:
-        """A sequence is finished or cancelled: its blocks are free from now on. remember: its last one as well."""
+        """A sequence is finished or cancelled: its blocks are free from now on.
+
+        remember: its last one as well.
+        """
         if seq.state is State.RUNNING:
             self.running.remove(seq)
             self._release(seq, remember=remember)
@@ -114,7 +118,9 @@ class Scheduler:
                 return
 
     def _last_in_computation(self, keys: list[BlockKey]) -> BlockKey | None:
-        """The last of the leading keys that running sequences are about to publish; None if they publish none."""
+        """The last of the leading keys that running sequences are about to publish; None if they
+        publish none.
+        """
         last = None
         for key in keys:
             if key not in self._computing:
@@ -123,7 +129,9 @@ class Scheduler:
         return last
 
     def _reuses(self, seq: Sequence) -> bool:
-        """Whether the sequence may start from what is remembered; logprobs of prompt tokens need their logits."""
+        """Whether the sequence may start from what is remembered; logprobs of prompt tokens need
+        their logits.
+        """
         return self.prefix_cache and seq.params.prompt_logprobs is None
 
     def _reusable_keys(self, seq: Sequence) -> list[BlockKey]:
@@ -133,7 +141,8 @@ class Scheduler:
         return seq.chain.extend()[: (seq.num_tokens - 1) // self.pool.block_size]
 
     def _start(self, seq: Sequence, reusable: list[BlockKey], matched: int, *, seated: bool) -> bool:
-        """Lease what is remembered and allocate the rest; False, and no change, if that does not fit.
+        """Lease what is remembered and allocate the rest; False, and no change, if that does not
+        fit.
 
         Without a seat, only to load what is stored, so that it is there when there is one.
         """
@@ -180,12 +189,16 @@ class Scheduler:
         return True
 
     def _copy(self, copies: Iterable[tuple[int, int, int]]) -> None:
-        """Copy blocks at once: a load that begins now, or the next step, may write into what they are copied from."""
+        """Copy blocks at once: a load that begins now, or the next step, may write into what they
+        are copied from.
+        """
         for group, source, target in copies:
             self.copy_block(group, source, target)
 
     def _promised(self) -> list[int]:
-        """Blocks of each group that running sequences will take soon, or the next tokens would preempt the newest."""
+        """Blocks of each group that running sequences will take soon, or the next tokens would
+        preempt the newest.
+        """
         needs = [
             self.pool.still_to_come(seq.lease, seq.num_computed, seq.num_tokens) for seq in self.running if seq.lease
         ]
@@ -253,7 +266,8 @@ class Scheduler:
         return sorted(chunks, key=lambda chunk: chunk.count != 1)
 
     def _limits(self) -> dict[Sequence, int]:
-        """The running sequences that have a seat, oldest first, and how many tokens each may compute in this step.
+        """The running sequences that have a seat, oldest first, and how many tokens each may
+        compute in this step.
 
         What has been loaded meanwhile is taken over; who waits for more is left out.
         """
@@ -274,7 +288,10 @@ class Scheduler:
         return limits
 
     def _make_room(self, seq: Sequence, count: int) -> bool:
-        """Find blocks of its own for the sequence's next `count` tokens; newer ones pay. False if none are left."""
+        """Find blocks of its own for the sequence's next `count` tokens; newer ones pay.
+
+        False if none are left.
+        """
         while not self._has_room(seq, count):
             if self.running[-1] is seq:
                 return False
@@ -302,7 +319,9 @@ class Scheduler:
         self.add(seq)
 
     def fork(self, source: Sequence, sample: Sequence) -> None:
-        """Let `sample` share all blocks of `source`, whose prompt is computed, and run beside it."""
+        """Let `sample` share all blocks of `source`, whose prompt is computed, and run beside
+        it.
+        """
         assert source.lease is not None
         sample.lease = self.pool.fork(source.lease)
         sample.share_prompt(source)
@@ -317,12 +336,17 @@ class Scheduler:
         seq.num_computed = 0
 
     def advance(self, chunk: Chunk) -> None:
-        """A chunk is computed: publish the blocks that it filled, give back those that no window reaches any more."""
+        """A chunk is computed: publish the blocks that it filled, give back those that no window
+        reaches any more.
+        """
         chunk.seq.advance(chunk.count)
         self._publish_full(chunk.seq, save=True)
 
     def _publish_full(self, seq: Sequence, *, save: bool = False) -> None:
-        """Put the blocks that are full by now into the index; save: they were computed, so the store gets them."""
+        """Put the blocks that are full by now into the index.
+
+        save: they were computed, so the store gets them.
+        """
         assert seq.lease is not None
         if self.prefix_cache:
             keys, first = seq.chain.extend(), seq.num_published
@@ -336,7 +360,9 @@ class Scheduler:
             self.pool.give_back(seq.lease, seq.num_computed)
 
     def _publish(self, seq: Sequence, index: int, key: BlockKey, token_ids: SequenceOf[int]) -> None:
-        """Put a block into the index, unless one before it is not there under the sequence's own tokens."""
+        """Put a block into the index, unless one before it is not there under the sequence's own
+        tokens.
+        """
         if not seq.detached:
             assert seq.lease is not None
             chain = seq.chain
@@ -344,7 +370,10 @@ class Scheduler:
             seq.detached = not found
 
     def _release(self, seq: Sequence, *, remember: bool) -> None:
-        """Give a running sequence's blocks back. remember: publish the last one first, if it is not full."""
+        """Give a running sequence's blocks back.
+
+        remember: publish the last one first, if it is not full.
+        """
         assert seq.lease is not None
         index = seq.num_computed // self.pool.block_size
         tail = seq.token_ids[index * self.pool.block_size : seq.num_computed]

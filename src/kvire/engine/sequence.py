@@ -98,7 +98,9 @@ class Sequence:
         self.answer_counts[token_id] += 1
 
     def share_prompt(self, source: "Sequence") -> None:
-        """The prompt's KV, and where it came from, are those of another sample of the same request."""
+        """The prompt's KV, and where it came from, are those of another sample of the same
+        request.
+        """
         self.chain, self.reuse = source.chain.fork(self.token_ids), source.reuse.share()
         self.num_computed, self.num_published = source.num_computed, source.num_published
         self.detached, self.most_computed = source.detached, source.most_computed

@@ -1,4 +1,6 @@
-"""What `kvire models ls` and `kvire models show NAME` say: facts about models, without loading one."""
+"""What `kvire models ls` and `kvire models show NAME` say: facts about models, without
+loading one.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,7 +84,9 @@ class ModelFacts:
 
 
 def list_models() -> list[ListedModel]:
-    """The embedded models, installed or not, then every other GGUF converted into the cache folder."""
+    """The embedded models, installed or not, then every other GGUF converted into the cache
+    folder.
+    """
     lines = [_embedded_line(model) for model in EMBEDDED.values()]
     known = {line.path for line in lines}
     for folder, origin in converted_models():
@@ -93,7 +97,8 @@ def list_models() -> list[ListedModel]:
 
 
 def describe(name: str) -> ModelFacts:
-    """Facts about a model, named as for `resolve`; converts and downloads nothing, imports no torch.
+    """Facts about a model, named as for `resolve`; converts and downloads nothing, imports no
+    torch.
 
     A model that is there but refused is described too, with the reason. Raises ModelNotFoundError.
     """
@@ -144,7 +149,9 @@ def _of_directory(name: str, path: Path) -> ModelFacts:
 
 
 def _of_gguf(name: str, source: GgufSource) -> ModelFacts:
-    """The converted directory if it is there; else from the header, which is in one piece only in a whole file."""
+    """The converted directory if it is there; else from the header, which is in one piece only in a
+    whole file.
+    """
     folder = converted_folder(source)
     if (folder / ORIGIN).is_file():
         return _of_directory(name, folder)

@@ -22,9 +22,12 @@ class _Expired(BaseException):
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """The call's result. Raises TimeoutError if it takes longer: its Python code is stopped wherever it is then.
+    """The call's result.
 
-    Loops and recursion end in time. One long operation of an extension module, or of Python's own, is waited for.
+    Raises TimeoutError if it takes longer: its Python code is stopped wherever it is then.
+
+    Loops and recursion end in time. One long operation of an extension module, or of Python's own,
+    is waited for.
     """
     thread, lock, running = ctypes.c_ulong(threading.get_ident()), threading.Lock(), True
 
@@ -57,7 +60,9 @@ def encode_chat(
     tools: list[dict[str, Any]] | None = None,
     options: dict[str, bool] | None = None,
 ) -> tuple[int, ...]:
-    """Token ids up to where the answer begins. Raises RequestError if the model or a message does not allow it.
+    """Token ids up to where the answer begins.
+
+    Raises RequestError if the model or a message does not allow it.
 
     options: switches that some templates know, such as enable_thinking.
     """
@@ -66,7 +71,10 @@ def encode_chat(
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation up to where the answer begins. tokens_lost: how many of the known ids it does not begin with."""
+    """A conversation up to where the answer begins.
+
+    tokens_lost: how many of the known ids it does not begin with.
+    """
 
     token_ids: tuple[int, ...]
     tokens_lost: int
@@ -79,16 +87,19 @@ def continue_chat(
     tools: list[dict[str, Any]] | None = None,
     options: dict[str, bool] | None = None,
 ) -> ChatPrompt:
-    """As encode_chat, beginning with `known`, the ids of an earlier prompt and answer, where that says the same.
+    """As encode_chat, beginning with `known`, the ids of an earlier prompt and answer, where that
+    says the same.
 
-    A model may write a text in other tokens than the tokenizer would; to go on from what it wrote, those have to stay.
-    Where the template tells the history otherwise (drops earlier reasoning, trims white space), the template counts.
+    A model may write a text in other tokens than the tokenizer would; to go on from what it wrote,
+    those have to stay. Where the template tells the history otherwise (drops earlier reasoning,
+    trims white space), the template counts.
     """
     text = _rendered(tokenizer, messages, tools, options)
     ids, before = _encode(tokenizer, text), tuple(known)
     if ids[: len(before)] == before:
         return ChatPrompt(ids, 0)
-    # The token that ended the answer may be another one in the history, or none: its KV was never computed anyway.
+    # The token that ended the answer may be another one in the history, or none: its KV was never
+    # computed anyway.
     for kept in (before, before[:-1]):
         said = _decode(tokenizer, kept)
         if text.startswith(said):

@@ -49,8 +49,8 @@ class Checkpoint:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Check the shape of a directory.
 
-    Raises ModelNotFoundError when it is no transformers directory, UnsupportedModelError when it is one
-    that is refused: an adapter, pickled weights, damaged JSON.
+    Raises ModelNotFoundError when it is no transformers directory, UnsupportedModelError when it is
+    one that is refused: an adapter, pickled weights, damaged JSON.
     """
     if not path.is_dir():
         raise ModelNotFoundError(f"{path} is not a directory")

@@ -1,13 +1,14 @@
 """Which code computes a model's KV, told by the code itself.
 
-A version number changes when nothing that computes does, and stands still when somebody edits what does. So the
-functions are followed that the forwards of a model's modules name: methods, globals, closures, and the attention that
-is selected; what counts of them is their bytecode, with its constants and defaults. Comments, docstrings, line numbers
-and places of files do not count, and no source need be there. Bytecode differs between versions of Python, and so do
-the digests.
+A version number changes when nothing that computes does, and stands still when somebody edits what
+does. So the functions are followed that the forwards of a model's modules name: methods, globals,
+closures, and the attention that is selected; what counts of them is their bytecode, with its
+constants and defaults. Comments, docstrings, line numbers and places of files do not count, and no
+source need be there. Bytecode differs between versions of Python, and so do the digests.
 
-Of torch nothing is followed, its version says what it computes; but a function that somebody put into the place of one
-of torch's is. What was compiled to machine code counts by its name and its package's version.
+Of torch nothing is followed, its version says what it computes; but a function that somebody put
+into the place of one of torch's is. What was compiled to machine code counts by its name and its
+package's version.
 """
 
 import functools
@@ -26,8 +27,9 @@ from kvire.core.keys import field
 from kvire.models.loaded_state import is_plain, ordered
 
 OF_VERSIONS = sys.stdlib_module_names | {"torch", "numpy"}  # packages that are not followed
-# Parts of transformers that compute nothing of KV: outputs, losses, loading, sampling, and decorators, whose inner
-# functions are followed nevertheless. What loading came to is looked at instead (loaded_state.py).
+# Parts of transformers that compute nothing of KV: outputs, losses, loading, sampling, and
+# decorators, whose inner functions are followed nevertheless. What loading came to is looked at
+# instead (loaded_state.py).
 WITHOUT_ARITHMETIC = tuple(
     f"transformers.{part}"
     for part in ("generation", "loss", "modeling_outputs", "modeling_utils", "processing_utils", "utils")
@@ -60,7 +62,9 @@ class ModelCode:
         self._walk = self._walked()
 
     def current(self) -> str:
-        """64 hexadecimal digits, of the code as it is now; takes a millisecond where it is what it was."""
+        """64 hexadecimal digits, of the code as it is now; takes a millisecond where it is what it
+        was.
+        """
         if not self._walk.holds(self._model):
             self._walk = self._walked()
         return self._walk.hexdigest
@@ -70,10 +74,11 @@ class ModelCode:
 
 
 class _Walk:
-    """One walk through the code, the nearest first; it can say later whether it would still find the same.
+    """One walk through the code, the nearest first; it can say later whether it would still find
+    the same.
 
-    Each piece of code gets a number when it is met first, and counts by this number afterwards: so the digest covers
-    what names what, in an order that is the same in every process.
+    Each piece of code gets a number when it is met first, and counts by this number afterwards: so
+    the digest covers what names what, in an order that is the same in every process.
     """
 
     def __init__(self, model: nn.Module, also: Mapping[type, Iterable[str]], without: tuple[str, ...]) -> None:
@@ -116,7 +121,10 @@ class _Walk:
         self._digest.update(field(tag, text.encode("utf-8", "surrogatepass")))
 
     def _see(self, value: Any, owner: type | None) -> None:
-        """Count a value: by itself if it is plain, else by a number, and look into it later. owner: of a method."""
+        """Count a value: by itself if it is plain, else by a number, and look into it later.
+
+        owner: of a method.
+        """
         value = _unwrapped(value)
         if is_plain(value):
             self._say("value", repr(ordered(value)))
@@ -137,7 +145,9 @@ class _Walk:
             self._see_object(value)
 
     def _see_object(self, value: Any) -> None:
-        """Count something with a state of its own: by its class, and if it was compiled, by its package's version."""
+        """Count something with a state of its own: by its class, and if it was compiled, by its
+        package's version.
+        """
         package = _package(getattr(value, "__module__", None))
         if callable(value) and package not in OF_VERSIONS and not self._is_followed(type(value).__module__):
             self._say("compiled", f"{package} {_version(package)} {getattr(value, '__qualname__', '')}")
@@ -179,7 +189,9 @@ class _Walk:
                     self._inherited(owner, name)
 
     def _read_module(self, module: ModuleType, names: Iterable[str], seen: set[int]) -> None:
-        """What a function may take from a module, and from modules in it: every one of its names that is there."""
+        """What a function may take from a module, and from modules in it: every one of its names
+        that is there.
+        """
         seen.add(id(module))
         for name in names:
             inner = vars(module).get(name)
@@ -219,7 +231,9 @@ def _selected(model: nn.Module) -> list[str]:
 
 
 def _unwrapped(value: Any) -> Any:
-    """The function in a method, property or cache, a partial as a tuple of its parts; anything else as it is."""
+    """The function in a method, property or cache, a partial as a tuple of its parts; anything else
+    as it is.
+    """
     if isinstance(value, staticmethod | classmethod | MethodType):
         return _unwrapped(value.__func__)
     if isinstance(value, property):

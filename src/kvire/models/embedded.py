@@ -1,4 +1,5 @@
-"""Models that come as ordinary Python distributions, so that a fresh machine has one with no hub at all.
+"""Models that come as ordinary Python distributions, so that a fresh machine has one with no hub at
+all.
 
 Their files are found through the metadata of the installed distribution. The packages are never
 imported: what is wanted from them is data.
@@ -16,7 +17,8 @@ from kvire.core.errors import ModelNotFoundError
 class EmbeddedModel:
     """A name that people type, and the distributions that hold its GGUF.
 
-    parts: distributions whose files, joined in order of name, are the GGUF; empty: `package` has it whole.
+    parts: distributions whose files, joined in order of name, are the GGUF; empty: `package` has it
+        whole.
     """
 
     name: str

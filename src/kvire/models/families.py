@@ -1,6 +1,7 @@
 """Which models are known to be right, and what each of their layers keeps per token.
 
-`plan/families/table.py` lists the families and their rules; everything else is refused by name, by `refusal.py`.
+`plan/families/table.py` lists the families and their rules; everything else is refused by name, by
+`refusal.py`.
 """
 
 from collections.abc import Collection, Mapping
@@ -25,9 +26,12 @@ class HasDict(Protocol):
 
 
 def kv_groups(config: Config | HasDict) -> tuple[KVGroup, ...]:
-    """Groups of a model, FULL before SLIDING. config: a transformers config, or its config.json as a dict.
+    """Groups of a model, FULL before SLIDING.
 
-    Raises UnsupportedModelError, with what to do, for every model that is not known to be cached right.
+    config: a transformers config, or its config.json as a dict.
+
+    Raises UnsupportedModelError, with what to do, for every model that is not known to be cached
+    right.
     """
     stated = as_dict(config)
     refuse_unknown(stated, supported=running())
@@ -45,7 +49,9 @@ def hidden_layers(config: Config | HasDict) -> int:
 
 
 def expanded_elements_per_token(config: Config | HasDict) -> int | None:
-    """Numbers per token that latent attention would keep if it kept K and V of each head; None: it is not latent."""
+    """Numbers per token that latent attention would keep if it kept K and V of each head; None: it
+    is not latent.
+    """
     if all(group.kind is not LayerKind.LATENT for group in kv_groups(config)):
         return None
     fields = _fields(as_dict(config))
@@ -54,10 +60,11 @@ def expanded_elements_per_token(config: Config | HasDict) -> int | None:
 
 
 def need_output_matrix(config: Config | HasDict, tensors: Collection[str]) -> None:
-    """Raise UnsupportedModelError where the config says that the output matrix is not the embedding, and none is there.
+    """Raise UnsupportedModelError where the config says that the output matrix is not the
+    embedding, and none is there.
 
-    tensors: names in the weight files. A class would go on with random numbers. One too many is no harm: transformers
-    takes the file's.
+    tensors: names in the weight files. A class would go on with random numbers. One too many is no
+        harm: transformers takes the file's.
     """
     stated = as_dict(config)
     if _fields(stated).flag("tie_word_embeddings") or has_output_matrix(tensors):

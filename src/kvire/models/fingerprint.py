@@ -1,8 +1,9 @@
-"""Digests of what decides KV besides tokens: the weight files and the config; and the namespace of both.
+"""Digests of what decides KV besides tokens: the weight files and the config; and the namespace of
+both.
 
 Hashing weights takes a second per half gigabyte, so digests of files are remembered in the cache
-folder under (device, inode), and hold only while size, mtime and ctime stay what they were. The memory
-is a convenience: when it is damaged or cannot be written, files are simply hashed again.
+folder under (device, inode), and hold only while size, mtime and ctime stay what they were. The
+memory is a convenience: when it is damaged or cannot be written, files are simply hashed again.
 """
 
 import json
@@ -21,12 +22,13 @@ from kvire.models.progress import Progress, silent
 
 CHUNK_BYTES = 8 << 20
 
-# A file written twice within one tick of the clock that stamps it keeps its stamps. Ticks are 1-10 ms on
-# local disks and up to a second elsewhere: a younger file is hashed, but not remembered.
+# A file written twice within one tick of the clock that stamps it keeps its stamps. Ticks are 1-10
+# ms on local disks and up to a second elsewhere: a younger file is hashed, but not remembered.
 SETTLED_NS = 1_000_000_000
 
-# What cannot change KV: where a config was read from, and who wrote it. The dtype is the one that weights
-# happen to be stored in, which their own digest covers; the one computed in is part of the numerics.
+# What cannot change KV: where a config was read from, and who wrote it. The dtype is the one that
+# weights happen to be stored in, which their own digest covers; the one computed in is part of the
+# numerics.
 INERT_FIELDS = frozenset(
     {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype"}
 )
@@ -78,7 +80,11 @@ def namespace(
     salt: str = "",
     shard: str = "",
 ) -> Namespace:
-    """The namespace of a model's blocks. weights, config: digests from above; numerics, build: from the engine."""
+    """The namespace of a model's blocks.
+
+    weights, config: digests from above;
+    numerics, build: from the engine.
+    """
     return Namespace(
         weights=weights,
         config=config,

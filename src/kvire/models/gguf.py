@@ -1,11 +1,11 @@
 """A GGUF becomes a transformers directory, once, in the user's cache folder.
 
-    models/<name>-<digest>/     complete: it came into being by one rename
+    models/<name>-<digest>/     complete: it was renamed into place in one step
     models/.partial-<same>/     being written; left behind only by a process that was killed
-    models/.lock-<same>         held (flock) by whoever writes; the kernel lets go when that process dies
+    models/.lock-<same>         held (flock) by the writer; the kernel frees it when it dies
 
-Two processes at once: one converts, the other waits for the lock and finds the result. What lies in a
-partial folder while nobody holds its lock is rubbish, and the next conversion removes it.
+Two processes at once: one converts, the other waits for the lock and finds the result. A partial
+folder whose lock is free is garbage, and the next conversion removes it.
 """
 
 import fcntl
@@ -38,7 +38,9 @@ SPARE_BYTES = 64 << 20  # tokenizer, config and what the file system needs
 
 
 def gguf_file(path: Path, progress: Progress = silent) -> GgufSource:
-    """The source for a .gguf that the user names, with its other parts; reads all once to know the digest."""
+    """The source for a .gguf that the user names, with its other parts; reads all once to know the
+    digest.
+    """
     files = gguf_parts(path)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", gguf_name(path)).strip("-.") or "model"
     return GgufSource(name, files, _digest(files, progress), split=len(files) > 1)
@@ -50,7 +52,10 @@ def _digest(files: tuple[Path, ...], progress: Progress) -> str:
 
 
 def converted_folder(source: GgufSource) -> Path:
-    """Where the converted model lies, or will lie. Its name holds the digest of content and converter."""
+    """Where the converted model lies, or will lie.
+
+    Its name holds the digest of content and converter.
+    """
     digest = sha256(f"kvire gguf {CONVERTER} {source.sha256}".encode()).hexdigest()
     return models_folder() / f"{source.name}-{digest[:16]}"
 
@@ -58,8 +63,8 @@ def converted_folder(source: GgufSource) -> Path:
 def convert(source: GgufSource, progress: Progress = silent) -> Path:
     """The converted directory; made now if it is not there yet.
 
-    Raises UnsupportedModelError for what is not converted (before any weight is read), ConfigError when
-    the cache folder has no room, ModelNotFoundError when the file is not the one it should be.
+    Raises UnsupportedModelError for what is not converted (before any weight is read), ConfigError
+    when the cache folder has no room, ModelNotFoundError when the file is not the one it should be.
     """
     target = converted_folder(source)
     if target.is_dir():
@@ -100,7 +105,9 @@ def converted_models() -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 def read_origin(folder: Path) -> dict[str, str] | None:
-    """Where a converted directory came from: {name, source, sha256}; None: it is not a conversion of ours."""
+    """Where a converted directory came from: {name, source, sha256}; None: it is not a conversion
+    of ours.
+    """
     try:
         origin = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -109,12 +116,17 @@ def read_origin(folder: Path) -> dict[str, str] | None:
 
 
 def find_converted(name: str) -> Path | None:
-    """The conversion whose folder has this name, as `kvire models ls` lists it; None: there is none."""
+    """The conversion whose folder has this name, as `kvire models ls` lists it; None: there is
+    none.
+    """
     return next((folder for folder, _ in converted_models() if folder.name == name), None)
 
 
 def _write_model(source: GgufSource, folder: Path, progress: Progress) -> None:
-    """Fill `folder` with config, tokenizer and weights. What may be refused comes before what takes long."""
+    """Fill `folder` with config, tokenizer and weights.
+
+    What may be refused comes before what takes long.
+    """
     files = _whole_files(source, folder, progress)
     progress("reading the GGUF header", 0, 1)
     header = GgufHeader(*files)
@@ -140,7 +152,9 @@ def _write_model(source: GgufSource, folder: Path, progress: Progress) -> None:
 
 
 def _whole_files(source: GgufSource, folder: Path, progress: Progress) -> tuple[Path, ...]:
-    """Files that are GGUFs, with the digest that they should have; pieces are joined inside `folder`."""
+    """Files that are GGUFs, with the digest that they should have; pieces are joined inside
+    `folder`.
+    """
     if source.split or len(source.files) == 1:
         files, digest = source.files, _digest(source.files, progress)
     else:
@@ -194,7 +208,10 @@ def _lock_file(target: Path) -> Path:
 
 @contextmanager
 def _only_writer(target: Path, progress: Progress) -> Iterator[None]:
-    """Hold the target's lock. The file stays: removing it would let two processes hold two locks."""
+    """Hold the target's lock.
+
+    The file stays: removing it would let two processes hold two locks.
+    """
     with _lock_file(target).open("ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

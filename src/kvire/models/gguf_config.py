@@ -1,8 +1,9 @@
 """From a GGUF's fields to a transformers config.
 
-The fields that change what a model computes are each either translated or checked against the one value
-that the transformers class has built in; a file that states anything else is refused by that field's
-name. So a model with, say, scaled rotary factors is refused rather than converted to another model.
+The fields that change what a model computes are each either translated or checked against the one
+value that the transformers class has built in; a file that states anything else is refused by that
+field's name. So a model with, say, scaled rotary factors is refused rather than converted to
+another model.
 """
 
 from collections.abc import Callable
@@ -18,8 +19,9 @@ TOKEN_IDS = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
 
 # End of text, end of turn, end of message: generation stops at any of them.
 STOP_FIELDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# The same as files write them that have no field for it (older ones, of chat models with the base model's end of
-# text): a turn ends with the one of these that the chat template writes. Names as in llama.cpp's vocabulary.
+# The same as files write them that have no field for it (older ones, of chat models with the base
+# model's end of text): a turn ends with the one of these that the chat template writes. Names as in
+# llama.cpp's vocabulary.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<EOT>")
 
 GEMMA3_27B_LAYERS = 62  # the only gemma3 whose score scale is not 1/sqrt(head width), and no field says so
@@ -28,8 +30,8 @@ GEMMA3_27B_LAYERS = 62  # the only gemma3 whose score scale is not 1/sqrt(head w
 def config_from_gguf(header: GgufHeader) -> ConfigFields:
     """config.json for the model in a GGUF.
 
-    Raises UnsupportedModelError for an architecture that is not converted, and for a file with settings
-    that transformers' class for it cannot express or this code does not translate.
+    Raises UnsupportedModelError for an architecture that is not converted, and for a file with
+    settings that transformers' class for it cannot express or this code does not translate.
     """
     translate = _ARCHITECTURES.get(header.architecture)
     if translate is None:
@@ -134,7 +136,9 @@ def _turn_ends(header: GgufHeader) -> set[int]:
 
 
 def _layers(header: GgufHeader) -> int:
-    """The claim, held against the tensors: building even an empty model takes time for every layer."""
+    """The claim, held against the tensors: building even an empty model takes time for every
+    layer.
+    """
     layers = _whole(header, "block_count")
     present = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
     if layers > MAX_LAYERS or layers != len(present):

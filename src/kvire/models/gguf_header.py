@@ -1,8 +1,8 @@
 """Reading a GGUF's header. The file is hostile input: every size in it is a claim.
 
-Parsing is the gguf package's; what is added is that no claim is followed past the end of the file, nor
-for longer than any real model needs. (GGUFReader by itself reads short past the end, and walks an array
-as long as the file says it is, 2^60 elements included.)
+Parsing is the gguf package's; what is added is that no claim is followed past the end of the file,
+nor for longer than any real model needs. (GGUFReader by itself reads short past the end, and walks
+an array as long as the file says it is, 2^60 elements included.)
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,10 @@ class _BoundedReader(GGUFReader):
         count: int = 1,
         override_order: Literal["I", "S", "<"] | None = None,
     ) -> npt.NDArray[Any]:
-        """`count` values at `offset`: a view of the mapped file. Every read of the parser comes through here."""
+        """`count` values at `offset`: a view of the mapped file.
+
+        Every read of the parser comes through here.
+        """
         if self._bytes is None:
             self._bytes = self.data.view(np.ndarray)  # slicing a memmap costs ten times as much
         self._reads += 1
@@ -50,7 +53,8 @@ class GgufHeader:
     """Fields and tensors of a GGUF, and which fields have been used: what is left over is refused.
 
     paths: of one file, or of all parts of a split GGUF in order; the fields are those of the first.
-    tensors: the gguf package's records {name, shape (fastest first), tensor_type, data}, data mapped from disk.
+    tensors: the gguf package's records {name, shape (fastest first), tensor_type, data}, data
+        mapped from disk.
     """
 
     def __init__(self, *paths: Path) -> None:

@@ -1,7 +1,7 @@
 """A GGUF that was split into several files: which belong together, whichever of them is named.
 
-llama.cpp names them NAME-00001-of-00003.gguf, and each says in its header which part it is (`split.no`, from 0) of how
-many. All metadata are in the first one.
+llama.cpp names them NAME-00001-of-00003.gguf, and each says in its header which part it is
+(`split.no`, from 0) of how many. All metadata are in the first one.
 """
 
 import re
@@ -13,7 +13,10 @@ _PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 def gguf_parts(path: Path) -> tuple[Path, ...]:
-    """All files of the GGUF that `path` is, or is a part of, in order. Raises ModelNotFoundError naming one missing."""
+    """All files of the GGUF that `path` is, or is a part of, in order.
+
+    Raises ModelNotFoundError naming one missing.
+    """
     if not path.is_file():
         raise ModelNotFoundError(f"there is no file {path}")
     found = _PART.fullmatch(path.name)
@@ -37,7 +40,9 @@ def gguf_name(path: Path) -> str:
 
 
 def gguf_in(folder: Path) -> Path | None:
-    """The GGUF of a folder that holds one model as a GGUF and nothing else to load; None for any other folder."""
+    """The GGUF of a folder that holds one model as a GGUF and nothing else to load; None for any
+    other folder.
+    """
     files = sorted(folder.glob("*.gguf"))
     if (folder / "config.json").exists() or not files or set(gguf_parts(files[0])) != set(files):
         return None

@@ -1,8 +1,8 @@
 """The tokenizer of a GGUF, as the model's own tokenizer.json would make it.
 
-transformers builds it from the vocabulary and merges; what it leaves out is put right here, since
-a tokenizer that is nearly right gives other tokens, and nothing would say so. Vocabularies whose rules
-are not known here are refused.
+transformers builds it from the vocabulary and merges; what it leaves out is put right here, since a
+tokenizer that is nearly right gives other tokens, and nothing would say so. Vocabularies whose
+rules are not known here are refused.
 """
 
 from pathlib import Path
@@ -16,15 +16,17 @@ from kvire.models.gguf_header import GgufHeader
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# tokenizer.ggml.pre of the byte-level vocabularies whose splitting rules are known (llama.cpp names them;
-# the rules are those of the models' own tokenizer.json).
+# tokenizer.ggml.pre of the byte-level vocabularies whose splitting rules are known (llama.cpp names
+# them; the rules are those of the models' own tokenizer.json).
 LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 QWEN2 = ("qwen2", "deepseek-r1-qwen")
 SMOLLM = ("smollm",)
 
 
 def check_tokenizer(header: GgufHeader) -> None:
-    """Raise UnsupportedModelError unless the tokenizer is of a kind that is known to come out right."""
+    """Raise UnsupportedModelError unless the tokenizer is of a kind that is known to come out
+    right.
+    """
     model, splitting = header.get("tokenizer.ggml.model"), header.get("tokenizer.ggml.pre")
     if not header.count("tokenizer.ggml.tokens"):
         raise UnsupportedModelError("the GGUF has no vocabulary: it is damaged, or only a part of a model")
@@ -44,7 +46,10 @@ def check_tokenizer(header: GgufHeader) -> None:
 
 
 def tokenizer_from_gguf(path: Path, header: GgufHeader) -> "PreTrainedTokenizerFast":
-    """A tokenizer that save_pretrained can write. path: the GGUF that `header` was read from."""
+    """A tokenizer that save_pretrained can write.
+
+    path: the GGUF that `header` was read from.
+    """
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - imports torch
 
     splitting = header.get("tokenizer.ggml.pre")
@@ -61,7 +66,9 @@ def tokenizer_from_gguf(path: Path, header: GgufHeader) -> "PreTrainedTokenizerF
 
 
 def _without_first_space(backend: Any) -> None:
-    """Take texts as they are, where transformers puts a space before each and takes it off again."""
+    """Take texts as they are, where transformers puts a space before each and takes it off
+    again.
+    """
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
 

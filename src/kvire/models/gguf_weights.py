@@ -1,8 +1,9 @@
-"""The tensors of a GGUF, one by one: dequantised, named and laid out as the transformers class wants them.
+"""The tensors of a GGUF, one by one: dequantised, named and laid out as the transformers class
+wants them.
 
-Everything is kept in float32, so the numbers are exactly those that the GGUF stands for. Every tensor of
-the file must have a place in the model and every parameter of the model a tensor of its shape: a file
-that has more or less than the model is another model.
+Everything is kept in float32, so the numbers are exactly those that the GGUF stands for. Every
+tensor of the file must have a place in the model and every parameter of the model a tensor of its
+shape: a file that has more or less than the model is another model.
 """
 
 import json
@@ -29,7 +30,9 @@ SHARD_BYTES = 2 << 30
 
 
 def tensor_places(config: ConfigFields, header: GgufHeader) -> Places:
-    """Where every tensor goes; UnsupportedModelError unless file and model match one to one, shapes included."""
+    """Where every tensor goes; UnsupportedModelError unless file and model match one to one, shapes
+    included.
+    """
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == header.architecture)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     places: Places = {}
@@ -54,7 +57,9 @@ def converted_bytes(places: Places, header: GgufHeader) -> int:
 
 
 def write_weights(folder: Path, config: ConfigFields, header: GgufHeader, places: Places, progress: Progress) -> None:
-    """Write the weights as safetensors into `folder`, in shards of at most SHARD_BYTES (or one tensor)."""
+    """Write the weights as safetensors into `folder`, in shards of at most SHARD_BYTES (or one
+    tensor).
+    """
     shards = list(_shards(places, header))
     undo, done = _layout(config, header), 0
     weight_map: dict[str, str] = {}
@@ -118,7 +123,9 @@ def _layout(config: ConfigFields, header: GgufHeader) -> Callable[[str, Array], 
 
 
 def _unpermuted(tensor: str, array: Array, config: ConfigFields) -> Array:
-    """Rows of Q and K back from interleaved pairs to the halves that transformers rotates; all else as it is."""
+    """Rows of Q and K back from interleaved pairs to the halves that transformers rotates; all else
+    as it is.
+    """
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}.get(_part(tensor))
     if heads is None:
         return array

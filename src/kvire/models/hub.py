@@ -1,4 +1,6 @@
-"""Models from the Hugging Face hub: its local cache first, the network only for what is not there."""
+"""Models from the Hugging Face hub: its local cache first, the network only for what is not
+there.
+"""
 
 import re
 from collections.abc import Callable
@@ -21,7 +23,9 @@ def is_hub_id(name: str) -> bool:
 
 
 def find_in_hub(name: str, *, download: bool = True) -> Path:
-    """Local folder of a hub model. ModelNotFoundError says what failed (unknown, gated, no network).
+    """Local folder of a hub model.
+
+    ModelNotFoundError says what failed (unknown, gated, no network).
 
     UnsupportedModelError: the hub has it, but only with pickled weights.
     """
@@ -47,7 +51,9 @@ def find_in_hub(name: str, *, download: bool = True) -> Path:
 
 
 def find_config_in_hub(name: str, say: Callable[[str], None]) -> Path:
-    """config.json of a hub model, without its weights. say: is told before the network is asked, which takes time.
+    """config.json of a hub model, without its weights.
+
+    say: is told before the network is asked, which takes time.
 
     Raises ModelNotFoundError.
     """

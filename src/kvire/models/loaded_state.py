@@ -1,4 +1,5 @@
-"""What a model in memory is besides its weights' exact values: its modules' numbers, its buffers, how weights lie.
+"""What a model in memory is besides its weights' exact values: its modules' numbers, its buffers,
+how weights lie.
 
 Loading code makes all this from the same files, and may make it otherwise in another release.
 """
@@ -19,10 +20,12 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def loaded_state(model: nn.Module) -> str:
-    """What loading a checkpoint came to: 64 hexadecimal digits of plain attributes, buffers and some of every weight.
+    """What loading a checkpoint came to: 64 hexadecimal digits of plain attributes, buffers and
+    some of every weight.
 
-    Two releases that read the same files alike have the same; one that turns, joins or scales weights otherwise has
-    another. Takes milliseconds, and is no guard against edits of single weights.
+    Two releases that read the same files alike have the same; one that turns, joins or scales
+    weights otherwise has another. Takes milliseconds, and is no guard against edits of single
+    weights.
     """
     digest = sha256(field("kvire", b"loaded state") + field("attributes", plain_attributes(model)))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -32,7 +35,8 @@ def loaded_state(model: nn.Module) -> str:
 
 
 def plain_attributes(model: nn.Module) -> bytes:
-    """The modules' numbers, strings and collections of them, by module and name: scales, widths, epsilons.
+    """The modules' numbers, strings and collections of them, by module and name: scales, widths,
+    epsilons.
 
     Names with an underscore are those of torch and transformers for their own ends.
     """
@@ -55,7 +59,9 @@ def is_plain(value: object) -> bool:
 
 
 def ordered(value: Any) -> Any:
-    """A dict as its items in order, since what they mean does not depend on it; anything else as it is."""
+    """A dict as its items in order, since what they mean does not depend on it; anything else as it
+    is.
+    """
     return sorted(value.items(), key=repr) if isinstance(value, dict) else value
 
 

@@ -1,4 +1,6 @@
-"""A transformers directory becomes a model in memory, with all that the engine needs to know of it."""
+"""A transformers directory becomes a model in memory, with all that the engine needs to know
+of it.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +33,8 @@ from kvire.models.progress import LateProgress, Progress, silent
 from kvire.models.resolve import model_name
 from kvire.models.rope import fix_longrope
 
-# Their attention reads its window from the config at every call; that of others keeps it, or has none.
+# Their attention reads its window from the config at every call; that of others keeps it, or has
+# none.
 WINDOW_IN_CONFIG = ("ministral3", "mistral", "mixtral", "phi3", "starcoder2")
 
 
@@ -71,12 +74,15 @@ def load(
     max_model_len: int | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load a directory from `resolve`. dtype: what is computed in, whatever the files are stored in. name: what
-    people call the model, by default as `resolve.model_name` finds it. max_model_len: tokens of the longest
-    sequence that will run, by default as many as the model was made for; LongRoPE factors depend on it.
+    """Load a directory from `resolve`.
 
-    Raises UnsupportedModelError (refused, or files that do not make up the model), ConfigError (dtype
-    unknown, or not enough memory).
+    dtype: what is computed in, whatever the files are stored in.
+    name: what people call the model, by default as `resolve.model_name` finds it.
+    max_model_len: tokens of the longest sequence that will run, by default as many as the model was
+        made for; LongRoPE factors depend on it.
+
+    Raises UnsupportedModelError (refused, or files that do not make up the model), ConfigError
+    (dtype unknown, or not enough memory).
     """
     if dtype not in compute_dtypes():
         raise ConfigError(f"dtype must be one of {', '.join(compute_dtypes())}, got {dtype!r}")
@@ -142,10 +148,12 @@ def _need_memory(checkpoint: Checkpoint, dtype: str) -> None:
 
 
 def _load_model(path: Path, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
-    """The class with its weights. A checkpoint that lacks weights, or has others, is another model: refused.
+    """The class with its weights.
 
-    Weights stored in `dtype` are mapped from their files, not copied: replace a model's files by renaming
-    new ones into place, never by writing into them while the model runs.
+    A checkpoint that lacks weights, or has others, is another model: refused.
+
+    Weights stored in `dtype` are mapped from their files, not copied: replace a model's files by
+    renaming new ones into place, never by writing into them while the model runs.
     """
     with _quiet_transformers():  # its report on keys is the exception raised below
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -190,7 +198,9 @@ def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _check_groups(model: PreTrainedModel, groups: Sequence[KVGroup]) -> None:
-    """Hold the groups against the layers as built: a wrong window would give wrong answers without a sound."""
+    """Hold the groups against the layers as built: a wrong window would give wrong answers without
+    a sound.
+    """
     modules = attention_modules(model)
     sources = kv_sources(modules)
     group_of = {layer: group for group in groups for layer in group.layers}
@@ -217,7 +227,9 @@ def _window_of(attention: Any) -> int | None:
 
 
 def _eos_token_ids(path: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Whatever any of the three files says ends an answer: checkpoints often update only one of them."""
+    """Whatever any of the three files says ends an answer: checkpoints often update only one of
+    them.
+    """
     found: set[int] = set()
     generation = path / "generation_config.json"
     sources = [config.eos_token_id, tokenizer.eos_token_id]

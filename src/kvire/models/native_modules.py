@@ -1,8 +1,10 @@
-"""Faster forwards for a model's own modules: linear layers, RMS norms and gated MLPs, float32 on the CPU.
+"""Faster forwards for a model's own modules: linear layers, RMS norms and gated MLPs, float32 on
+the CPU.
 
-The model's classes and weights stay what they are; single modules get a subclass of their class, whose forward
-computes the same formula natively, and hands whatever it was not made for to the original. A module counts as a
-norm or an MLP if the source of its forward is the formula below, whatever its class is called.
+The model's classes and weights stay what they are; single modules get a subclass of their class,
+whose forward computes the same formula natively, and hands whatever it was not made for to the
+original. A module counts as a norm or an MLP if the source of its forward is the formula below,
+whatever its class is called.
 """
 
 import ast
@@ -20,11 +22,12 @@ from transformers.activations import ACT2FN
 
 from kvire.core.native import native_module
 
-# All linears of SmolLM2, 2 cores, native / oneDNN / MKL, which torch takes: 46 / 58 / 89 ms for 16 rows, 67 / 73 / 109
-# for 24, 87 / 79 / 141 for 32, 131 / 116 / 154 for 64.
+# All linears of SmolLM2, 2 cores, native / oneDNN / MKL, which torch takes: 46 / 58 / 89 ms for 16
+# rows, 67 / 73 / 109 for 24, 87 / 79 / 141 for 32, 131 / 116 / 154 for 64.
 MAX_NATIVE_ROWS = 24
 
-# oneDNN pays 0.5 ms at the first use of a shape; there are few below a hundred rows, and above it does not matter.
+# oneDNN pays 0.5 ms at the first use of a shape; there are few below a hundred rows, and above it
+# does not matter.
 MIN_ONEDNN_ROWS = MAX_NATIVE_ROWS + 1
 
 RMS_NORM = """
@@ -112,7 +115,9 @@ class NativeRmsNorm(nn.Module):
 
 
 class NativeGatedMlp(nn.Module):
-    """GATED_MLP with SiLU: for many rows, activation and product are part of the matrix products."""
+    """GATED_MLP with SiLU: for many rows, activation and product are part of the matrix
+    products.
+    """
 
     gate_proj: nn.Linear
     up_proj: nn.Linear
@@ -131,7 +136,9 @@ class NativeGatedMlp(nn.Module):
 
 
 class _OneDnn:
-    """torch's own way, private, into oneDNN's linear layers: on AMD a tenth faster than MKL, which torch prefers."""
+    """torch's own way, private, into oneDNN's linear layers: on AMD a tenth faster than MKL, which
+    torch prefers.
+    """
 
     def __init__(self) -> None:
         operators: Any = torch.ops.mkldnn

@@ -1,4 +1,7 @@
-"""Which model is planned for: a card, or any place that holds a config. Loads no weights, imports no torch."""
+"""Which model is planned for: a card, or any place that holds a config.
+
+Loads no weights, imports no torch.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -21,7 +24,9 @@ from kvire.plan.shape import Shape
 
 
 def find_model(name: str, say: Callable[[str], None] = lambda _: None) -> PlannedModel:
-    """A directory, a config.json, a .gguf file, a card, or a hub id, in that order. say: hears that the hub is asked.
+    """A directory, a config.json, a .gguf file, a card, or a hub id, in that order.
+
+    say: hears that the hub is asked.
 
     Raises ModelNotFoundError, or ConfigError naming what of the config is not known.
     """
@@ -72,7 +77,9 @@ def _of_hub(name: str, say: Callable[[str], None]) -> PlannedModel:
 
 
 def _shape(config: Mapping[str, Any], folder: Path | None = None) -> Shape:
-    """By the config; the parameters are counted where there are weight files of one language model, unquantised."""
+    """By the config; the parameters are counted where there are weight files of one language model,
+    unquantised.
+    """
     packed = config.get("quantization_config") or config.get("compression_config")
     if folder is None or packed or any(isinstance(config.get(name), Mapping) for name in INNER):
         return read_shape(config)
@@ -87,7 +94,9 @@ def _shape(config: Mapping[str, Any], folder: Path | None = None) -> Shape:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Numbers in each tensor of the weight files; empty where there are none, or none that can be read."""
+    """Numbers in each tensor of the weight files; empty where there are none, or none that can be
+    read.
+    """
     try:
         return open_checkpoint(folder).sizes()
     except KvireError:
@@ -95,7 +104,10 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _counted(shape: Shape, parameters: int) -> Shape:
-    """With the parameters of the files. Raises ConfigError if they are far from what the config says."""
+    """With the parameters of the files.
+
+    Raises ConfigError if they are far from what the config says.
+    """
     weights = shape.weights
     if not 0.9 < parameters / weights.total < 1.1:
         raise ConfigError(

@@ -11,13 +11,14 @@ from kvire.core.errors import UnsupportedModelError
 
 Config = Mapping[str, Any]
 
-# Factors that are the same whatever else runs in the batch. `dynamic` chooses its own by the longest
-# sequence at hand (transformers/modeling_rope_utils.py, dynamic_rope_update), but only beyond
-# max_position_embeddings, where the engine never goes. `longrope` does so earlier; rope.py stops it.
+# Factors that are the same whatever else runs in the batch. `dynamic` chooses its own by the
+# longest sequence at hand (transformers/modeling_rope_utils.py, dynamic_rope_update), but only
+# beyond max_position_embeddings, where the engine never goes. `longrope` does so earlier; rope.py
+# stops it.
 KNOWN_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")
 
-# Their attention passes attn_logit_softcapping on. Others have the field from their ancestors, and whether
-# it counts depends on the attention that runs.
+# Their attention passes attn_logit_softcapping on. Others have the field from their ancestors, and
+# whether it counts depends on the attention that runs.
 SOFTCAPPED = ("gemma2", "vaultgemma")
 
 IMAGE_FIELDS = ("vision_config", "audio_config", "image_token_id", "image_token_index")
@@ -30,13 +31,15 @@ STATE_FIELDS = (
     "conv_L_cache",
 )
 
-# Fields by which a config.json can make from_pretrained load or patch something other than the plain
-# class and the files beside it.
+# Fields by which a config.json can make from_pretrained load or patch something other than the
+# plain class and the files beside it.
 STEERING_FIELDS = ("transformers_weights", "fusion_config")
 
 
 def refuse_unknown(config: Config, supported: tuple[str, ...]) -> None:
-    """Raise UnsupportedModelError unless `config` is of a supported family, in a form known to be right."""
+    """Raise UnsupportedModelError unless `config` is of a supported family, in a form known to be
+    right.
+    """
     _refuse_family(config, supported)
     _refuse_code(config)
     _refuse_quantised(config)
@@ -123,7 +126,9 @@ def _refuse_unknown_rope(config: Config) -> None:
 
 
 def _rope_settings(config: Config) -> Iterator[Mapping[str, Any]]:
-    """Every rotary setting: one for all layers, or one per kind of layer; old and new field name."""
+    """Every rotary setting: one for all layers, or one per kind of layer; old and new field
+    name.
+    """
     for name in ("rope_parameters", "rope_scaling"):
         settings = config.get(name)
         if isinstance(settings, Mapping):

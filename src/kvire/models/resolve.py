@@ -12,12 +12,15 @@ from kvire.models.progress import LateProgress, Progress, silent
 
 
 def resolve(name: str, *, progress: Progress | None = None) -> Path:
-    """The directory of a model. name: a directory, a .gguf file or part of one, an embedded model, the folder of an
-    earlier conversion (as `kvire models ls` names it), or a hub id org/name.
+    """The directory of a model.
 
-    What exists as a path wins over every other reading. A GGUF is converted into the cache folder the
-    first time; `progress` hears of it (and of hashing) once it takes more than two seconds. Raises
-    ModelNotFoundError (nothing there; says what was tried), UnsupportedModelError (there, but refused).
+    name: a directory, a .gguf file or part of one, an embedded model, the folder of an earlier
+        conversion (as `kvire models ls` names it), or a hub id org/name.
+
+    What exists as a path wins over every other reading. A GGUF is converted into the cache folder
+    the first time; `progress` hears of it (and of hashing) once it takes more than two seconds.
+    Raises ModelNotFoundError (nothing there; says what was tried), UnsupportedModelError (there,
+    but refused).
     """
     report = LateProgress(progress) if progress is not None else silent
     path = Path(name).expanduser()
@@ -37,7 +40,9 @@ def resolve(name: str, *, progress: Progress | None = None) -> Path:
 
 
 def model_name(path: Path) -> str:
-    """What people call the model in a directory that `resolve` gave: smollm2, org/name, or the folder's name."""
+    """What people call the model in a directory that `resolve` gave: smollm2, org/name, or the
+    folder's name.
+    """
     if (origin := read_origin(path)) is not None:
         return origin.get("name", path.name)
     repository = path.parent.parent.name  # the hub's cache: models--org--name/snapshots/<commit>

@@ -1,4 +1,6 @@
-"""LongRoPE without its switch: one set of factors for every sequence, chosen before anything runs."""
+"""LongRoPE without its switch: one set of factors for every sequence, chosen before anything
+runs.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,12 +9,14 @@ from transformers import PreTrainedConfig
 
 
 def fix_longrope(config: PreTrainedConfig, longest_tokens: int) -> None:
-    """Let every LongRoPE setting of `config` have one set of factors, those for sequences of `longest_tokens`.
+    """Let every LongRoPE setting of `config` have one set of factors, those for sequences of
+    `longest_tokens`.
 
-    The rotary classes take the long factors as soon as any position of the forward lies beyond the original
-    context (transformers/modeling_rope_utils.py, longrope_frequency_update), so that K of a token would depend on
-    who else is served, and blocks of a short prompt would not fit the longer one that begins with it. With equal sets
-    the switch changes nothing. The config says which set it was, and its digest is part of the namespace.
+    The rotary classes take the long factors as soon as any position of the forward lies beyond the
+    original context (transformers/modeling_rope_utils.py, longrope_frequency_update), so that K of
+    a token would depend on who else is served, and blocks of a short prompt would not fit the
+    longer one that begins with it. With equal sets the switch changes nothing. The config says
+    which set it was, and its digest is part of the namespace.
     """
     for settings in _longrope_settings(getattr(config, "rope_parameters", None)):
         is_long = longest_tokens > settings["original_max_position_embeddings"]

@@ -1,4 +1,5 @@
-"""Chat history that goes on after a restart, beside the store's blocks and sealed like them; not KV.
+"""Chat history that goes on after a restart, beside the store's blocks and sealed like them; not
+KV.
 
 Read first: folder.py. docs/concepts.md tells the four memories apart.
 """

@@ -1,10 +1,11 @@
-"""Chats that go on after a restart: their history and exact token ids, beside the blocks of the disk tier.
+"""Chats that go on after a restart: history and exact token ids, beside the disk tier's blocks.
 
     sessions/<tenant tag>/<HMAC of the name>   one session (sessions/session_file.py)
-    sessions/.new                              one that is being written; a crash leaves at most this
+    sessions/.new                              one being written; a crash leaves at most this
 
-A session holds what was said, so it is sealed like blocks are, and goes with its tenant. Unlike a block it is never
-evicted: what finds no room is refused. Files are replaced in one step; all writers, in any process, come one by one.
+A session holds a conversation's text, so it is sealed like blocks are, and is deleted with its
+tenant. Unlike a block it is never evicted: without room, a write is refused. Files are replaced in
+one step; all writers, in any process, come one by one.
 """
 
 import errno
@@ -37,7 +38,8 @@ class SessionConflictError(SessionError):
 
 
 def open_sessions(config: StoreConfig, blocks_bytes: int | None = None) -> "Sessions | None":
-    """Sessions of the store's folder; None if it has none, since what is remote only is not kept by us.
+    """Sessions of the store's folder; None if it has none, since what is remote only is not kept by
+    us.
 
     blocks_bytes: what the folder's disk tier may take, if the config leaves that to the folder.
     """
@@ -52,8 +54,9 @@ def open_sessions(config: StoreConfig, blocks_bytes: int | None = None) -> "Sess
 class Sessions:
     """Sessions of all tenants in one store's folder. Thread-safe, and safe beside other processes.
 
-    limit_bytes: what they take at most together, counted as `du` does. Makes nothing before something is saved.
-    Everything raises SessionError for a session that cannot be used, and StoreError for keys that cannot.
+    limit_bytes: what they take at most together, counted as `du` does. Makes nothing before
+        something is saved. Everything raises SessionError for a session that cannot be used, and
+        StoreError for keys that cannot.
     """
 
     def __init__(self, store: Path, keyring: Keyring, limit_bytes: int) -> None:
@@ -67,7 +70,10 @@ class Sessions:
         return self._keyring.encrypt
 
     def load(self, tenant: str, name: str) -> Session | None:
-        """The session; None if there is none of that name. One that cannot be read stays where it is."""
+        """The session; None if there is none of that name.
+
+        One that cannot be read stays where it is.
+        """
         check_name(name)
         key = self._keyring.tenant(tenant)
         with _errors("read"), suppress(FileNotFoundError), self._tenant_folder(key.tag) as folder:
@@ -77,12 +83,13 @@ class Sessions:
     def save(self, tenant: str, session: Session) -> Session:
         """Keep the session, durably; as it is now, with its new revision.
 
-        Raises SessionConflictError if it was saved by others, or removed, since this one was loaded; and SessionError
-        if it finds no room.
+        Raises SessionConflictError if it was saved by others, or removed, since this one was
+        loaded; and SessionError if it finds no room.
         """
         saved = replace(session, revision=secrets.token_hex(16))
         with _errors("kept"), self._locked() as root:
-            # Known only now: whoever forgets the tenant was there before, or removes what is written here.
+            # Known only now: whoever forgets the tenant was there before, or removes what is
+            # written here.
             key = self._keyring.tenant(tenant)
             file = file_name(key, session.name)
             with suppress(FileExistsError):
@@ -125,11 +132,16 @@ class Sessions:
         return sorted(found)
 
     def forget(self, tenant: str) -> int:
-        """Remove all of the tenant's sessions, before its key is destroyed; how many. See also delete_tenant."""
+        """Remove all of the tenant's sessions, before its key is destroyed; how many.
+
+        See also delete_tenant.
+        """
         return self.delete_tenant(self._keyring.tenant(tenant).tag) if tenant in self._keyring.tenants() else 0
 
     def delete_tenant(self, tag: bytes) -> int:
-        """The same by the tenant's tag, for when its key is gone: nothing of that key is written afterwards."""
+        """The same by the tenant's tag, for when its key is gone: nothing of that key is written
+        afterwards.
+        """
         with _errors("removed"), suppress(FileNotFoundError), self._locked(make=False) as root:
             with _opened_folder(tag.hex(), root) as folder:
                 files = _names(folder)
@@ -200,7 +212,9 @@ def _opened_folder(path: Path | str, within: int | None = None) -> Iterator[int]
 
 
 def _sync_way_to(store: Path) -> None:
-    """The first session: folders above it may have been made a moment ago, and must outlive a loss of power, too."""
+    """The first session: folders above it may have been made a moment ago, and must outlive a loss
+    of power, too.
+    """
     for folder in (store, *store.absolute().parents):
         with suppress(PermissionError), _opened_folder(folder) as opened:
             os.fsync(opened)

@@ -1,12 +1,13 @@
 r"""A session as the bytes of a file.
 
-Two lines of JSON, a head (what this is, name, revision, model) and the messages and token ids; then XXH3-128 of the
-file's name and both, in hex. A store that seals puts these lines behind
+Two lines of JSON: a head (format, name, revision, model), and the messages and token ids; then
+XXH3-128 of the file's name and both lines, in hex. A store that seals puts these lines behind
 
-    0 8 magic b"KVIRE\x01SE" | 8 u16 version, little endian | 10 32 salt | 42 the lines under AES-256-GCM, tag last
+    0 8 magic b"KVIRE\x01SE" | 8 u16 version, little endian | 10 32 salt
+    42 the lines under AES-256-GCM, tag last
 
-The key is HKDF-SHA256(the tenant's secret, salt, info=b"kvire session 1"). All that comes before the lines, and the
-file's name, are associated data: a file that was moved to another name does not open.
+The key is HKDF-SHA256(the tenant's secret, salt, info=b"kvire session 1"). All bytes before the
+lines, and the file's name, are associated data: a file moved to another name does not open.
 """
 
 import hmac
@@ -33,24 +34,28 @@ SALT_BYTES = 32
 HEADER_BYTES = len(MAGIC) + 2 + SALT_BYTES
 TITLE = "kvire session"
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-# The salt differs for every content, and for every file that is written, so every key seals one message and the nonce
-# need not differ. It is random and depends on the content, too: a machine that is restored from a snapshot, twice, may
-# draw the same random bytes again.
+# The salt differs for every content, and for every file that is written, so every key seals one
+# message and the nonce need not differ. It is random and depends on the content, too: a machine
+# that is restored from a snapshot, twice, may draw the same random bytes again.
 NONCE = bytes(12)
 CHECKSUM_BYTES = 32
 
 
 class SessionError(StoreError):
-    """One session cannot be read or kept. The message names no file: clients of a server may see it."""
+    """One session cannot be read or kept.
+
+    The message names no file: clients of a server may see it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
     """A chat as it was left. It is not changed, but replaced.
 
-    messages: as the OpenAI API writes them, oldest first. token_ids: exactly what the model read and wrote last, prompt
-    and answer. model: digest of the weights that they belong to. revision: random, new at every save; "" for one that
-    was never saved.
+    messages: as the OpenAI API writes them, oldest first.
+    token_ids: exactly what the model read and wrote last, prompt and answer.
+    model: digest of the weights that they belong to.
+    revision: random, new at every save; "" for one that was never saved.
     """
 
     name: str
@@ -115,7 +120,10 @@ def pack(session: Session, key: TenantKey) -> bytes:
 
 
 def unpack_head(data: bytes, key: TenantKey, file: str) -> SessionHeader:
-    """The head of a file called `file`. Raises SessionError where it is damaged, foreign or newer."""
+    """The head of a file called `file`.
+
+    Raises SessionError where it is damaged, foreign or newer.
+    """
     head = _head(_opened(data, key, file))
     if file != file_name(key, head.name):
         raise damaged()
@@ -123,7 +131,10 @@ def unpack_head(data: bytes, key: TenantKey, file: str) -> SessionHeader:
 
 
 def unpack(data: bytes, key: TenantKey, name: str) -> Session:
-    """The session in the content of a file. Raises SessionError where it is damaged, foreign or newer."""
+    """The session in the content of a file.
+
+    Raises SessionError where it is damaged, foreign or newer.
+    """
     file = file_name(key, name)
     lines = _opened(data, key, file)
     head = _head(lines)

@@ -26,7 +26,10 @@ class CheckVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckedBlock:
-    """About one block. cause: one word for what is not as it should be, else empty."""
+    """About one block.
+
+    cause: one word for what is not as it should be, else empty.
+    """
 
     entry: Entry
     verdict: CheckVerdict
@@ -34,12 +37,18 @@ class CheckedBlock:
 
 
 def tenants_at_hand(keyring: Keyring) -> dict[bytes, str]:
-    """Names of the tenants whose keys are in the key file, by tag. Makes none. Raises StoreError."""
+    """Names of the tenants whose keys are in the key file, by tag.
+
+    Makes none. Raises StoreError.
+    """
     return {keyring.tenant(name).tag: name for name in keyring.tenants()}
 
 
 class Checker:
-    """Checks frames of one tier with the keys at hand. tenants: as tenants_at_hand gives them."""
+    """Checks frames of one tier with the keys at hand.
+
+    tenants: as tenants_at_hand gives them.
+    """
 
     def __init__(self, tier: Tier, keyring: Keyring, tenants: Mapping[bytes, str]) -> None:
         self._tier = tier
@@ -48,7 +57,8 @@ class Checker:
         self._buffer = bytearray()
 
     def check(self, entry: Entry) -> CheckedBlock:
-        """Read a block; what looks damaged is read twice, since it may have been replaced meanwhile.
+        """Read a block; what looks damaged is read twice, since it may have been replaced
+        meanwhile.
 
         Raises TierUnavailable.
         """
@@ -64,7 +74,8 @@ class Checker:
             is_sealed, tenant = header.seal == SEALED, self._tenants.get(header.tenant_tag)
             self._frames.verify(frame, tenant if is_sealed else None)
         except BlockMissing:
-            # a tier that finds another block in the place of this one has thrown it out of its index by now
+            # a tier that finds another block in the place of this one has thrown it out of its
+            # index by now
             is_damage = self._tier.stats().evictions.get("damaged", 0) > damaged_before
             return (
                 CheckedBlock(entry, CheckVerdict.DAMAGED, LOST) if is_damage else CheckedBlock(entry, CheckVerdict.GONE)

@@ -1,4 +1,7 @@
-"""Why a block was not there: worked out beside the engine, for people. Only ever about the asking tenant's own data."""
+"""Why a block was not there: worked out beside the engine, for people.
+
+Only ever about the asking tenant's own data.
+"""
 
 import logging
 import queue
@@ -31,7 +34,10 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class Related(Protocol):
-    """A tier that finds blocks by what they have to do with another one. All raise TierUnavailable."""
+    """A tier that finds blocks by what they have to do with another one.
+
+    All raise TierUnavailable.
+    """
 
     def children(self, parent: BlockKey, group: int, limit: int) -> list[BlockId]:
         """The newest blocks below `parent` (a block's key or a root), at most `limit`."""
@@ -40,7 +46,10 @@ class Related(Protocol):
         """Namespaces under which the same tokens (BlockRecord.content) are stored."""
 
     def peek(self, block_id: BlockId, buffer: Buffer) -> int:
-        """Fill `buffer` with the first bytes of the block's frame; how many. Raises BlockMissing, too."""
+        """Fill `buffer` with the first bytes of the block's frame; how many.
+
+        Raises BlockMissing, too.
+        """
 
 
 @runtime_checkable
@@ -55,7 +64,10 @@ class KeepsNotes(Protocol):
 
 
 class StoreMiss(StrEnum):
-    """Why the store did not have a block. OTHER_NAMESPACE: the same tokens are there, computed otherwise."""
+    """Why the store did not have a block.
+
+    OTHER_NAMESPACE: the same tokens are there, computed otherwise.
+    """
 
     NEVER_STORED = "never_stored"
     EVICTED = "evicted"
@@ -66,11 +78,13 @@ class StoreMiss(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MissQuery:
-    """About the first block that was missed. parent: key of the last one that was not, or the root.
+    """About the first block that was missed.
 
-    token_ids: those that follow it, up to a block. id, content: of the missed block, None if fewer tokens than a block
-    follow. later: contents of the blocks that follow it, since blocks of another size end elsewhere. failure: what the
-    load said about it, if one was tried.
+    parent: key of the last one that was not, or the root.
+    token_ids: those that follow it, up to a block.
+    id, content: of the missed block, None if fewer tokens than a block follow.
+    later: contents of the blocks that follow it, since blocks of another size end elsewhere.
+    failure: what the load said about it, if one was tried.
     """
 
     parent: BlockKey
@@ -94,9 +108,10 @@ class MissQuery:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """reason: None if no whole block was missed. fields: of the namespace, that differ where the same tokens are
-    stored; empty if that is not known. shared_tokens: how many of the query's tokens the closest stored block below
-    the same parent begins with; None if there is no such block.
+    """reason: None if no whole block was missed. fields: of the namespace, that differ where the
+    same tokens are stored; empty if that is not known. shared_tokens: how many of the query's
+    tokens the closest stored block below the same parent begins with; None if there is no such
+    block.
     """
 
     reason: StoreMiss | None
@@ -130,7 +145,10 @@ Question = tuple[MissQuery, StoreMiss | None, MissAnswer]
 
 
 class Explainer:
-    """Answers questions about misses, on one thread, from local tiers. Also remembers what was stored or damaged."""
+    """Answers questions about misses, on one thread, from local tiers.
+
+    Also remembers what was stored or damaged.
+    """
 
     def __init__(self, handles: Sequence[TierHandle]) -> None:
         self._handles = [handle for handle in handles if handle.local]
@@ -225,7 +243,9 @@ class Explainer:
         return roots
 
     def _differing(self, root: BlockKey, others: Iterable[BlockKey]) -> tuple[str, ...]:
-        """Names of the fields in which the closest of the others differs; () if none of them is known."""
+        """Names of the fields in which the closest of the others differs; () if none of them is
+        known.
+        """
         noted: dict[BlockKey, Mapping[str, str]] = {}
         for handle in self._handles:
             if isinstance(tier := handle.tier, KeepsNotes):
@@ -275,7 +295,9 @@ def _remember(memory: OrderedDict[BlockId, str], block_id: BlockId, tenant: str)
 
 
 def _token_ids(handle: TierHandle, tier: Related, block_id: BlockId, query: MissQuery) -> tuple[int, ...] | None:
-    """Of a stored block below the query's parent; None if it is not the tenant's, or cannot be read."""
+    """Of a stored block below the query's parent; None if it is not the tenant's, or cannot be
+    read.
+    """
     head = memoryview(bytearray(HEAD_BYTES))
     try:
         header, ids = handle.frames.token_ids(head[: tier.peek(block_id, head)], query.tenant)

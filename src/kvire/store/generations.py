@@ -8,15 +8,17 @@ from kvire.codec.seal import TenantKey
 
 
 class Generation(NamedTuple):
-    """When something began: how many forgets and clears there had been here, and the tag of its tenant's key."""
+    """When something began: how many forgets and clears there had been here, and the tag of its
+    tenant's key.
+    """
 
     number: int
     tag: bytes
 
 
 class Generations:
-    """Work that carries KV takes along the generation in which it began, and asks before and after it stores anything
-    whether that is still current. Thread-safe.
+    """Work that carries KV takes along the generation in which it began, and asks before and after
+    it stores anything whether that is still current. Thread-safe.
 
     tenant: the keyring's, whose keys other processes can forget, too.
     """

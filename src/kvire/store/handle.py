@@ -1,4 +1,6 @@
-"""One tier of a store with its way of writing frames: whole blocks go in and out, and everything is counted."""
+"""One tier of a store with its way of writing frames: whole blocks go in and out, and everything is
+counted.
+"""
 
 import logging
 import threading
@@ -24,11 +26,14 @@ REMEMBERED_FOREIGN = 4096
 class HandleCounts:
     """What the store did with one tier; only grows.
 
-    loaded: blocks read and verified, with their KV bytes and the seconds that reads took, added up over threads.
-    missing, damaged, foreign, unavailable: reads (and writes) that ended so. saved: blocks written, promoted and
-    demoted ones among them. known: writes that found the block there. dropped: blocks not written for want of buffer,
-    of an answer, or of time when the store closed. refused: writes that the tier did not keep. stale: writes given up
-    because of a forget or clear.
+    loaded_blocks, loaded_bytes: blocks read and verified, and their KV.
+    load_s: seconds that reads took, added up over threads.
+    missing, damaged, foreign, unavailable: reads (and writes) that ended so.
+    saved_blocks, saved_bytes: written, promoted and demoted ones among them.
+    known: writes that found the block there.
+    dropped: blocks not written: no buffer, no answer, or no time when the store closed.
+    refused: writes that the tier did not keep.
+    stale: writes given up because of a forget or clear.
     """
 
     loaded_blocks: int = 0
@@ -49,7 +54,10 @@ class HandleCounts:
 
 
 class TierHandle:
-    """A tier and its Frames. Thread-safe. ttl_s: how long blocks are kept unused."""
+    """A tier and its Frames. Thread-safe.
+
+    ttl_s: how long blocks are kept unused.
+    """
 
     def __init__(self, tier: Tier, frames: Frames, ttl_s: float | None = None) -> None:
         self.tier = tier
@@ -89,18 +97,21 @@ class TierHandle:
             return self.tier.locate(ids)
 
     def promises(self, ids: Sequence[BlockId], timeout_s: float | None = None) -> list[bool]:
-        """Which blocks a load may expect here: not those under whose id something else was found. Raises
-        TierUnavailable.
+        """Which blocks a load may expect here: not those under whose id something else was found.
+
+        Raises TierUnavailable.
         """
         held = self.held(ids, timeout_s)
         with self._lock:
             return [here and block_id not in self._foreign for here, block_id in zip(held, ids, strict=True)]
 
     def fetch(self, record: BlockRecord, out: Buffer, timeout_s: float | None = None) -> None:
-        """Leave the block's KV in `out`, verified. Raises BlockMissing, TierUnavailable, FrameDamaged, FrameForeign.
+        """Leave the block's KV in `out`, verified.
 
-        What is wrong the first time may have been replaced meanwhile, so it is read once more; what is damaged the
-        second time is deleted.
+        Raises BlockMissing, TierUnavailable, FrameDamaged, FrameForeign.
+
+        What is wrong the first time may have been replaced meanwhile, so it is read once more; what
+        is damaged the second time is deleted.
         """
         started = time.perf_counter()
         self.meter.begin()
@@ -123,8 +134,9 @@ class TierHandle:
         return self._runs is not None or self._lends is not None
 
     def fetch_run(self, wanted: Sequence[tuple[BlockRecord, Buffer]]) -> list[bool]:
-        """Try to leave several blocks' KV in their buffers, verified: which succeeded. For the others `fetch` says why
-        not, or still succeeds.
+        """Try to leave several blocks' KV in their buffers, verified: which succeeded.
+
+        For the others `fetch` says why not, or still succeeds.
         """
         if not wanted or not self.reads_runs:
             return [False] * len(wanted)
@@ -147,10 +159,14 @@ class TierHandle:
         return done
 
     def store(self, record: BlockRecord, kv: Buffer, scratch: Buffer, tag: bytes, allowed: Callable[[], bool]) -> bool:
-        """Write the block; False if the tier did not keep it. scratch: at least frames.frame_bytes(record) long.
+        """Write the block; False if the tier did not keep it.
 
-        tag: of the tenant's key. allowed: asked before the frame is made, and after: a key made since a forget must not
-        protect what was stored before. Raises TierUnavailable.
+        scratch: at least frames.frame_bytes(record) long.
+        tag: of the tenant's key.
+        allowed: asked before the frame is made, and after: a key made since a forget must not
+            protect what was stored before.
+
+        Raises TierUnavailable.
         """
         with self.answers():
             if not allowed():
@@ -167,7 +183,8 @@ class TierHandle:
         return kept
 
     def needs(self, ids: Sequence[BlockId]) -> list[bool]:
-        """Which blocks a write should bring: those that are not here, and those under whose id something else lies.
+        """Which blocks a write should bring: those that are not here, and those under whose id
+        something else lies.
 
         What a newer version wrote is left alone. Raises TierUnavailable.
         """
@@ -179,14 +196,19 @@ class TierHandle:
             ]
 
     def decode(self, record: BlockRecord, fill: Fill, out: Buffer) -> None:
-        """As fetch, of a frame that this tier hands out by itself. Raises FrameDamaged, FrameForeign."""
+        """As fetch, of a frame that this tier hands out by itself.
+
+        Raises FrameDamaged, FrameForeign.
+        """
         reading = self.frames.reading(record, out)
         reading.finish(fill(reading.buffers))
 
     @contextmanager
     def answers(self) -> Iterator[None]:
-        """Count what is unavailable. That is, too: a key file that cannot be read, and a tier whose call ends in a way
-        that no tier promises. It must not end the engine that asked.
+        """Count what is unavailable.
+
+        That is, too: a key file that cannot be read, and a tier whose call ends in a way that no
+        tier promises. It must not end the engine that asked.
         """
         try:
             yield

@@ -1,4 +1,6 @@
-"""What keeps failing is left alone: remote tiers (CircuitBreaker), and calls to what is on this machine (Outage)."""
+"""What keeps failing is left alone: remote tiers (CircuitBreaker), and calls to what is on this
+machine (Outage).
+"""
 
 import logging
 import threading
@@ -18,8 +20,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What metrics show. healthy: calls go through. failures: in a row. outages: times that it stopped being healthy.
+    """What metrics show.
 
+    healthy: calls go through.
+    failures: in a row.
+    outages: times that it stopped being healthy.
     error: what the last failure said; "" if there was none.
     """
 
@@ -30,13 +35,16 @@ class Health:
 
 
 class CircuitBreaker:
-    """Counts failures in a row; after `failures_to_open` of them, calls are refused without being tried.
+    """Counts failures in a row; after `failures_to_open` of them, calls are refused without being
+    tried.
 
-    Calls of different kinds are counted apart: a tier that still says what it has, but gives nothing, fails.
+    Calls of different kinds are counted apart: a tier that still says what it has, but gives
+    nothing, fails.
 
-    While calls are refused, one thread runs `probe` (which raises TierUnavailable and must end by itself) after
-    `probe_after_s`, then after twice that and so on, at least every `probe_at_least_every_s`. One success and calls
-    go through again, and the thread ends. Thread-safe.
+    While calls are refused, one thread runs `probe` (which raises TierUnavailable and must end by
+    itself) after `probe_after_s`, then after twice that and so on, at least every
+    `probe_at_least_every_s`. One success and calls go through again, and the thread ends.
+    Thread-safe.
     """
 
     def __init__(
@@ -72,7 +80,10 @@ class CircuitBreaker:
             raise TierUnavailable(f"{self._name} is left alone until it answers again: {health.error}")
 
     def succeeded(self, kind: str) -> None:
-        """A call was answered. One that began before the calls were refused does not end that; a probe does."""
+        """A call was answered.
+
+        One that began before the calls were refused does not end that; a probe does.
+        """
         if self._failures[kind] and self._health.healthy:
             with self._lock:
                 if self._health.healthy:
@@ -123,9 +134,13 @@ class CircuitBreaker:
 
 
 class Outage:
-    """Failures in a row of one kind of call. After a few, calls are refused at once, and now and then one is tried.
+    """Failures in a row of one kind of call.
 
-    For what is on this machine: there trying costs little, and needs no thread that probes. elapsed: a clock, seconds.
+    After a few, calls are refused at once, and now and then one is tried.
+
+    For what is on this machine: there trying costs little, and needs no thread that probes.
+
+    elapsed: a clock, seconds.
     """
 
     def __init__(self, name: str, elapsed: Callable[[], float]) -> None:

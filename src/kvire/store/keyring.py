@@ -1,7 +1,8 @@
 """Who may read what: one file, outside the store, with a random salt and secret for each tenant.
 
-Losing the file makes every sealed block unreadable, and `forget` does so on purpose for one tenant. The file is
-replaced as a whole under a lock, and each process looks whether it was before it hands out a key, so that all agree.
+Losing the file makes every sealed block unreadable, and `forget` does so on purpose for one tenant.
+The file is replaced as a whole under a lock, and each process looks whether it was before it hands
+out a key, so that all agree.
 """
 
 import fcntl
@@ -26,8 +27,8 @@ from kvire.core.keys import field
 VERSION = 1
 MAX_FILE_BYTES = 64 << 20
 FRESH_S = 0.02  # how long the file is believed unchanged: a load asks for keys hundreds of times
-# A rewrite takes two fsyncs. Requests wait for the lock, so a process that was stopped in the middle of one must not
-# keep them for ever.
+# A rewrite takes two fsyncs. Requests wait for the lock, so a process that was stopped in the
+# middle of one must not keep them for ever.
 LOCK_TIMEOUT_S = 2.0
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,10 @@ def default_path() -> Path:
 
 
 class _Stamp(NamedTuple):
-    """Which content a path has. Every rewrite raises mtime_ns, so that a reused inode is not taken for the old one."""
+    """Which content a path has.
+
+    Every rewrite raises mtime_ns, so that a reused inode is not taken for the old one.
+    """
 
     device: int
     inode: int
@@ -57,9 +61,11 @@ class _Stamp(NamedTuple):
 class Keyring:
     """The tenants' keys. Thread-safe, and safe beside other processes with the same file.
 
-    path: default_path() unless given; made, with its folder, when the first tenant is. encrypt: False hands out keys
-    without secrets (frames are then checked, not sealed); the salts are the same either way. Raises StoreError
-    wherever the file cannot be trusted; nothing is then repaired or replaced.
+    path: default_path() unless given; made, with its folder, when the first tenant is.
+    encrypt: False hands out keys without secrets (frames are then checked, not sealed); the salts
+        are the same either way.
+
+    Raises StoreError wherever the file cannot be trusted; nothing is then repaired or replaced.
     """
 
     def __init__(self, path: Path | None = None, *, encrypt: bool = True) -> None:
@@ -76,7 +82,9 @@ class Keyring:
         return self._made(name) if key is None else key
 
     def lately(self, name: str) -> TenantKey:
-        """As tenant(), but what another process forgot is noticed only within FRESH_S: for the frames of a load."""
+        """As tenant(), but what another process forgot is noticed only within FRESH_S: for the
+        frames of a load.
+        """
         if monotonic() < self._fresh_until and (key := self._keys.get(name)) is not None:
             return key
         return self.tenant(name)
@@ -91,12 +99,14 @@ class Keyring:
             raise StoreError(f"the key file {self.path} lies inside the store {store}: set KVIRE_KEY_FILE elsewhere")
 
     def forget(self, name: str) -> bool:
-        """Destroy the tenant's salt and secret; whether there were any. The name gets new ones when next used.
+        """Destroy the tenant's salt and secret; whether there were any.
 
-        What they sealed is unreadable from then on, in this process and, from its next use on, in every other. The old
-        file's content is overwritten in place, unless it has other names (hard links): those are somebody's backup.
-        Backups, and copies that a file system keeps by itself (journals, snapshots, copy-on-write, worn flash), are
-        beyond that.
+        The name gets new ones when next used.
+
+        What they sealed is unreadable from then on, in this process and, from its next use on, in
+        every other. The old file's content is overwritten in place, unless it has other names (hard
+        links): those are somebody's backup. Backups, and copies that a file system keeps by itself
+        (journals, snapshots, copy-on-write, worn flash), are beyond that.
         """
         with self._lock, self._locked_folder() as folder:
             tenants = self._read_tenants()
@@ -149,7 +159,10 @@ class Keyring:
             os.close(folder)  # and with it the lock
 
     def _lock_folder(self, folder: int) -> None:
-        """Lock it until it is closed. Raises StoreError: some network file systems have no locks."""
+        """Lock it until it is closed.
+
+        Raises StoreError: some network file systems have no locks.
+        """
         deadline = monotonic() + LOCK_TIMEOUT_S
         try:
             while True:
@@ -162,7 +175,10 @@ class Keyring:
             raise self._unusable("locked", e) from e
 
     def _read_tenants(self) -> dict[str, dict[str, str]]:
-        """Salts and secrets by tenant; {} without a file. Read again if the file is replaced meanwhile."""
+        """Salts and secrets by tenant; {} without a file.
+
+        Read again if the file is replaced meanwhile.
+        """
         while True:
             stamp = self._current_stamp()
             try:
@@ -207,7 +223,9 @@ class Keyring:
         self._read_tenants()
 
     def _wipe(self, descriptor: int) -> None:
-        """Overwrite what the file was, so that a key that is forgotten later does not go on lying there."""
+        """Overwrite what the file was, so that a key that is forgotten later does not go on lying
+        there.
+        """
         status = os.fstat(descriptor)
         if status.st_nlink:
             log.warning("the key file %s has other names (hard links), which keep the keys it had", self.path)
@@ -223,7 +241,10 @@ class Keyring:
 
 
 def _read(path: Path) -> tuple[dict[str, dict[str, str]], _Stamp]:
-    """The file's tenants, and which content that was. Raises what opening and parsing raise, or StoreError."""
+    """The file's tenants, and which content that was.
+
+    Raises what opening and parsing raise, or StoreError.
+    """
     if not stat.S_ISREG(path.lstat().st_mode):
         raise StoreError(f"the key file {path} is no regular file (links are not followed): put the file itself there")
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -243,10 +264,11 @@ def _read(path: Path) -> tuple[dict[str, dict[str, str]], _Stamp]:
 
 
 def _write(path: Path, content: bytes, newer_than_ns: int) -> None:
-    """Put a new file in the place of `path`: whoever opens it finds the old one or the new one, whole.
+    """Put a new file in the place of `path`: whoever opens it finds the old one or the new one,
+    whole.
 
-    For whoever holds the folder's lock: so the temporary name is always the same, and a crash leaves one file at most,
-    which the next rewrite takes over.
+    For whoever holds the folder's lock: so the temporary name is always the same, and a crash
+    leaves one file at most, which the next rewrite takes over.
     """
     temporary = path.with_name(f".{path.name}.new")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -1,9 +1,10 @@
-"""Threads that fill tickets: one that sees where blocks are, one that reads all local tiers, some for each remote one.
+"""Threads that fill tickets: one that sees where blocks are, one that reads all local tiers, some
+for each remote one.
 
-A block is read once however many loads want it at the same time: the first reads, the others get copies before
-anybody may touch the first one's memory. Local reads go straight into the caller's memory. Remote ones go into memory
-of the loader's own and are copied when they are complete and verified: so a load can be given up at any moment,
-whatever a remote tier does.
+A block is read once however many loads want it at the same time: the first reads, the others get
+copies before anybody may touch the first one's memory. Local reads go straight into the caller's
+memory. Remote ones go into memory of the loader's own and are copied when they are complete and
+verified: so a load can be given up at any moment, whatever a remote tier does.
 """
 
 import logging
@@ -31,7 +32,8 @@ LEAST_TIMEOUT_S = 1e-3
 
 log = logging.getLogger(__name__)
 
-# Where a block is read: the number of a remote tier, or None for the local ones, which are read together.
+# Where a block is read: the number of a remote tier, or None for the local ones, which are read
+# together.
 ReadPlace = int | None
 
 # A block that was read, its KV, where it came from, and the generations of the load's tenants.
@@ -55,9 +57,11 @@ class _Load:
 
 @dataclass(slots=True, eq=False)
 class _InflightRead:
-    """One read of one block, for all loads that want it by then. number: the first handle asked, among the local ones
-    or the remote ones. queued: the loads that asked before the read began. waiters: the loads whose block is READING,
-    the one whose memory is read into first.
+    """One read of one block, for all loads that want it by then.
+
+    number: the first handle asked, among the local ones or the remote ones.
+    queued: the loads that asked before the read began.
+    waiters: the loads whose block is READING, the one whose memory is read into first.
     """
 
     record: BlockRecord
@@ -67,9 +71,10 @@ class _InflightRead:
 
 
 class Loader:
-    """Loads blocks from `handles`, fastest first. promote: called with each block that was read, while its KV is there;
-    damaged: with each that turned out to be.
+    """Loads blocks from `handles`, fastest first.
 
+    promote: called with each block that was read, while its KV is there;
+    damaged: with each that turned out to be.
     timeout_s: how long remote tiers may take until the first block, and from each to the next.
     """
 
@@ -105,7 +110,10 @@ class Loader:
             workers.start()
 
     def load(self, wanted: Sequence[Wanted], *, from_the_back: bool, generations: Mapping[str, Generation]) -> Ticket:
-        """Begin to load; the ticket says how it goes. generations: of the records' tenants; others are not promoted."""
+        """Begin to load; the ticket says how it goes.
+
+        generations: of the records' tenants; others are not promoted.
+        """
         ticket = Ticket(wanted, timeout_s=self._timeout_s)
         order = range(len(wanted))
         load = _Load(ticket, order[::-1] if from_the_back else order, generations)
@@ -159,7 +167,9 @@ class Loader:
         self._ask_remote(load, [i for i in load.order if i not in fastest], 0, failure)
 
     def _runs(self, reads: Sequence[_InflightRead]) -> Iterator[list[_InflightRead]]:
-        """Reads of one handle that are done together: as many as take RUN_S by what was measured so far."""
+        """Reads of one handle that are done together: as many as take RUN_S by what was measured so
+        far.
+        """
         begin = 0
         while begin < len(reads):
             handle = self._local[reads[begin].number]
@@ -203,7 +213,10 @@ class Loader:
     # Remote tiers
 
     def _ask_remote(self, load: _Load, numbers: Sequence[int], place: int, failure: LoadFailure | None = None) -> None:
-        """Ask the remote tiers for blocks, from that place in the row of them on. failure: what the last one said."""
+        """Ask the remote tiers for blocks, from that place in the row of them on.
+
+        failure: what the last one said.
+        """
         if not numbers:
             return
         if place == len(self._remote):
@@ -246,7 +259,9 @@ class Loader:
     # One read for all
 
     def _reads_for(self, load: _Load, numbers: Mapping[int, int], place: ReadPlace) -> list[_InflightRead]:
-        """New reads of those blocks (with the handle to ask first) that no other load's read brings already."""
+        """New reads of those blocks (with the handle to ask first) that no other load's read brings
+        already.
+        """
         reads = []
         with self._lock:
             for i, number in numbers.items():
@@ -266,8 +281,8 @@ class Loader:
         return reads
 
     def _begin(self, reads: Sequence[_InflightRead], place: ReadPlace) -> list[Wanted | None]:
-        """Begin to read for all who still want the blocks; of each block the first of them, or None. Locally: into its
-        memory.
+        """Begin to read for all who still want the blocks; of each block the first of them, or
+        None. Locally: into its memory.
         """
         with self._lock:
             return [self._begin_one(inflight, place) for inflight in reads]
@@ -284,7 +299,9 @@ class Loader:
         return load.ticket.wanted[i]
 
     def _end(self, reads: Sequence[_InflightRead], place: ReadPlace) -> list[list[tuple[_Load, int]]]:
-        """Nobody joins any more; of each read everybody who did, the first last: copies are made from its memory."""
+        """Nobody joins any more; of each read everybody who did, the first last: copies are made
+        from its memory.
+        """
         with self._lock:
             for inflight in reads:
                 self._close(inflight, place)

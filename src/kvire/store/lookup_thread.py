@@ -1,6 +1,7 @@
 """Asks a tier on a thread beside, so that an index on a disk that stalls keeps nobody for long.
 
-Engines look into the store between two steps, while answers are under way: whatever the disk does, such a look ends.
+Engines look into the store between two steps, while answers are under way: whatever the disk does,
+such a look ends.
 """
 
 import logging
@@ -13,8 +14,8 @@ from typing import Any, TypeVar, cast
 from kvire.core.errors import TierUnavailable
 from kvire.store.health import Outage
 
-# An index in the page cache answers for 256 blocks in 1 ms, a cold one on a slow disk in tens. More than this is longer
-# than a step of a batch, and would show in the answers under way.
+# An index in the page cache answers for 256 blocks in 1 ms, a cold one on a slow disk in tens. More
+# than this is longer than a step of a batch, and would show in the answers under way.
 ANSWER_S = 0.1
 
 T = TypeVar("T")
@@ -39,7 +40,8 @@ class _Question:
 class LookupThread:
     """One thread for questions to the tier of that name, in order. Thread-safe.
 
-    An answer that is late is nobody's. After a few in a row the tier is not asked for a moment, and then tried again.
+    An answer that is late is nobody's. After a few in a row the tier is not asked for a moment, and
+    then tried again.
     """
 
     def __init__(self, name: str) -> None:
@@ -60,14 +62,19 @@ class LookupThread:
         self._thread.start()
 
     def stop(self, join_s: float) -> None:
-        """End it, after what was asked before. From then on calls are made by those who ask. Idempotent."""
+        """End it, after what was asked before.
+
+        From then on calls are made by those who ask. Idempotent.
+        """
         thread, self._thread = self._thread, None
         if thread is not None:
             self._questions.put(None)
             thread.join(join_s)
 
     def ask(self, call: Callable[[], T]) -> T:
-        """What the call gives or raises, if that is known within ANSWER_S; else raises AnswerLate."""
+        """What the call gives or raises, if that is known within ANSWER_S; else raises
+        AnswerLate.
+        """
         if self._thread is None:
             return call()
         try:

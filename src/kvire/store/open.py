@@ -27,11 +27,13 @@ log = logging.getLogger(__name__)
 def open_store(
     config: StoreConfig, kv_dtype: str = "float32", *, buffer_bytes: int = DEFAULT_BUFFER_BYTES
 ) -> TieredStore:
-    """Open every tier of `config`, fastest first. kv_dtype: of the blocks, for codecs that know about numbers.
+    """Open every tier of `config`, fastest first.
+
+    kv_dtype: of the blocks, for codecs that know about numbers.
     buffer_bytes: for blocks on their way into the tiers.
 
-    Raises StoreError or ConfigError, and then leaves nothing open. A remote tier that does not answer now is no error:
-    it is asked again later.
+    Raises StoreError or ConfigError, and then leaves nothing open. A remote tier that does not
+    answer now is no error: it is asked again later.
     """
     keyring = Keyring(config.key_file, encrypt=config.encrypt)
     sealed = Frames(keyring.lately)
@@ -70,7 +72,10 @@ def open_store(
 
 
 def describe(config: StoreConfig, limit_bytes: int | None) -> str:
-    """A line for people: where their KV is kept, how, and how to keep nothing. limit_bytes: of the disk tier."""
+    """A line for people: where their KV is kept, how, and how to keep nothing.
+
+    limit_bytes: of the disk tier.
+    """
     places = [str(config.path)] if config.path is not None else []
     places += [
         urlsplit(url)._replace(netloc=urlsplit(url).netloc.rpartition("@")[2], query="").geturl()
@@ -83,7 +88,9 @@ def describe(config: StoreConfig, limit_bytes: int | None) -> str:
 
 
 def unsealed(keyring: Keyring) -> Callable[[str], TenantKey]:
-    """The keys of a tier inside this process: blocks are told apart by salt, and checked, but not sealed."""
+    """The keys of a tier inside this process: blocks are told apart by salt, and checked, but not
+    sealed.
+    """
     views: dict[str, tuple[TenantKey, TenantKey]] = {}
 
     def view(tenant: str) -> TenantKey:

@@ -1,4 +1,7 @@
-"""Where a store lies if nobody says so, and how large a new one gets. An existing one keeps the limit that it has."""
+"""Where a store lies if nobody says so, and how large a new one gets.
+
+An existing one keeps the limit that it has.
+"""
 
 import os
 import shutil
@@ -6,7 +9,8 @@ from pathlib import Path
 
 from kvire.core.cache_folder import cache_folder
 
-# Of a disk's free space and what the store has of it already, the share it takes where nobody says more.
+# Of a disk's free space and what the store has of it already, the share it takes where nobody says
+# more.
 DISK_SHARE = 0.1
 DISK_BYTES = 20 * 10**9
 LEAST_DISK_BYTES = 64 << 20
@@ -24,9 +28,11 @@ def default_store() -> Path:
 
 
 def network_file_system(path: Path, mounts: str | None = None) -> str | None:
-    """The kind of file system that a folder lies on, if other machines may see it (nfs, virtiofs, ...).
+    """The kind of file system that a folder lies on, if other machines may see it (nfs, virtiofs,
+    ...).
 
-    mounts: text of /proc/self/mountinfo; read if None. None for a local one, and where that cannot be told.
+    mounts: text of /proc/self/mountinfo; read if None. None for a local one, and where that cannot
+        be told.
     """
     try:
         device = path.stat().st_dev
@@ -42,14 +48,18 @@ def network_file_system(path: Path, mounts: str | None = None) -> str | None:
 
 
 def default_disk_bytes(path: Path) -> int:
-    """A size that leaves the disk to others: at most DISK_BYTES, and a tenth of what is free or the store's already."""
+    """A size that leaves the disk to others: at most DISK_BYTES, and a tenth of what is free or the
+    store's already.
+    """
     here = next((parent for parent in (path, *path.absolute().parents) if parent.is_dir()), Path("/"))
     own = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
     return max(LEAST_DISK_BYTES, min(DISK_BYTES, int(DISK_SHARE * (shutil.disk_usage(here).free + own))))
 
 
 def session_bytes(disk_bytes: int) -> int:
-    """What sessions (kvire.sessions) may take of a folder's `disk_bytes`; the rest is for blocks."""
+    """What sessions (kvire.sessions) may take of a folder's `disk_bytes`; the rest is for
+    blocks.
+    """
     return min(MOST_SESSION_BYTES, disk_bytes // SESSION_SHARE)
 
 

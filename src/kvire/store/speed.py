@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from kvire.plan.cost import Speed
 from kvire.store.tier import TierKind
 
-# Each new read counts this much against all before it: the last few dozen decide, and a tier that dies shows at once.
+# Each new read counts this much against all before it: the last few dozen decide, and a tier that
+# dies shows at once.
 WEIGHT = 1 / 32
 
 
@@ -33,7 +34,10 @@ class _Mean:
 
 
 class SpeedMeter:
-    """Bytes over the time in which at least one read was under way, however many at once. Thread-safe."""
+    """Bytes over the time in which at least one read was under way, however many at once.
+
+    Thread-safe.
+    """
 
     def __init__(self, prior: Speed, clock: Callable[[], float] = time.perf_counter) -> None:
         self._prior = prior
@@ -53,7 +57,9 @@ class SpeedMeter:
             self._under_way += 1
 
     def end(self, read_bytes: int, blocks: int = 1) -> None:
-        """It ended, of that many blocks together; 0 bytes if it failed, which takes time all the same."""
+        """It ended, of that many blocks together; 0 bytes if it failed, which takes time all the
+        same.
+        """
         blocks = max(1, blocks)
         with self._lock:
             now = self._clock()

@@ -1,4 +1,5 @@
-"""What a listing of a tier amounts to: namespaces, chains of blocks, and blocks that no hit can reach.
+"""What a listing of a tier amounts to: namespaces, chains of blocks, and blocks that no hit can
+reach.
 
 For those who look after a store; nothing here reads a frame or changes anything.
 """
@@ -22,7 +23,8 @@ LEAST_PREFIX_DIGITS = 6  # of a key or root, as people shorten them
 class StoredChain:
     """Blocks from the start of a prompt up to one that no stored block builds on.
 
-    key: of the last one. length: places from the first to the last. size_bytes, pinned: of all blocks that are here.
+    key: of the last one. length: places from the first to the last. size_bytes, pinned: of all
+        blocks that are here.
     whole: whether none is missing that a hit needs.
     """
 
@@ -47,7 +49,11 @@ class _Path:
 
 @dataclass
 class SpaceUse:
-    """The blocks of one namespace. fields: what was noted of it, or None. blocks: by key, one entry for each group."""
+    """The blocks of one namespace.
+
+    fields: what was noted of it, or None.
+    blocks: by key, one entry for each group.
+    """
 
     root: BlockKey
     tenant_tag: bytes
@@ -67,7 +73,10 @@ class SpaceUse:
 
     @property
     def needed_groups(self) -> frozenset[int] | None:
-        """Groups of which a hit needs every block from the first on; the others have windows. None: not known."""
+        """Groups of which a hit needs every block from the first on; the others have windows.
+
+        None: not known.
+        """
         windows = windows_of((self.fields or {}).get("spec", ""))
         return None if windows is None else frozenset(group for group, window in enumerate(windows) if window is None)
 
@@ -94,20 +103,27 @@ class SpaceUse:
         return sorted(chains, key=lambda chain: (-chain.used, chain.key))
 
     def path(self, key: BlockKey) -> list[BlockKey]:
-        """The keys from `key` back to the root, as far as they are here. key: of a block here."""
+        """The keys from `key` back to the root, as far as they are here.
+
+        key: of a block here.
+        """
         found = [key]
         while (parent := self._before(found[-1])) is not None:
             found.append(parent)
         return found
 
     def orphans(self) -> list[Entry]:
-        """Blocks that no hit can reach, since one before them is missing; none where the groups are not known."""
+        """Blocks that no hit can reach, since one before them is missing; none where the groups are
+        not known.
+        """
         if not self.needed_groups:
             return []
         return [entry for key, path in self._paths.items() if not path.whole for entry in self.blocks[key]]
 
     def _before(self, key: BlockKey) -> BlockKey | None:
-        """The block that `key` builds on, if it is here; one that claims no earlier place is none."""
+        """The block that `key` builds on, if it is here; one that claims no earlier place is
+        none.
+        """
         entry = self.blocks[key][0]
         parent = BlockKey(entry.parent)
         return parent if parent in self.blocks and self.blocks[parent][0].index < entry.index else None
@@ -143,8 +159,9 @@ class SpaceUse:
 
 
 class Survey:
-    """Every block of a listing, by namespace. notes: fields of namespaces, by root.
+    """Every block of a listing, by namespace.
 
+    notes: fields of namespaces, by root.
     strange: what lies under a block's name and is no frame, in tiers where that can be.
     """
 
@@ -169,7 +186,8 @@ class Survey:
     def older_builds(self) -> list[SpaceUse]:
         """Namespaces that no engine of a build in use reads any more.
 
-        Of those that differ in the build alone, all but the build used last; and those noted before builds were.
+        Of those that differ in the build alone, all but the build used last; and those noted before
+        builds were.
         """
         newest: dict[tuple[Any, ...], str] = {}
         older = []

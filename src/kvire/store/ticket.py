@@ -1,8 +1,9 @@
 """A load under way: what was asked for, how far it is, and who may touch which memory.
 
-The one who asked polls; the loader's threads fill. Every block's `out` belongs to the loader from the request until the
-block is READY, FAILED or CLAIMED, and to nobody else. A read that may write into `out` counts as active; one into
-memory of the loader's own does not, and can be given up at any time.
+The one who asked polls; the loader's threads fill. Every block's `out` belongs to the loader from
+the request until the block is READY, FAILED or CLAIMED, and to nobody else. A read that may write
+into `out` counts as active; one into memory of the loader's own does not, and can be given up at
+any time.
 """
 
 import threading
@@ -16,7 +17,11 @@ from kvire.store.tier import Buffer, TierKind
 
 
 class LoadState(StrEnum):
-    """Of one block of a load. READY: verified, and in its `out`. CLAIMED: the caller computes it instead."""
+    """Of one block of a load.
+
+    READY: verified, and in its `out`.
+    CLAIMED: the caller computes it instead.
+    """
 
     WAITING = "waiting"
     READING = "reading"
@@ -26,7 +31,10 @@ class LoadState(StrEnum):
 
 
 class FailureReason(StrEnum):
-    """Why a block could not be loaded. FOREIGN: sound, but not what was asked for; it stays where it is."""
+    """Why a block could not be loaded.
+
+    FOREIGN: sound, but not what was asked for; it stays where it is.
+    """
 
     MISSING = "missing"
     DAMAGED = "damaged"
@@ -36,7 +44,10 @@ class FailureReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """Why a block is not there. detail: for people; names tiers and causes, never content."""
+    """Why a block is not there.
+
+    detail: for people; names tiers and causes, never content.
+    """
 
     reason: FailureReason
     detail: str
@@ -44,8 +55,10 @@ class LoadFailure:
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """A block to load. out: writable, record.kv_bytes long; nobody else reads or writes it before the block is READY,
-    or while Ticket.active is above 0.
+    """A block to load.
+
+    out: writable, record.kv_bytes long; nobody else reads or writes it before the block is READY,
+        or while Ticket.active is above 0.
     """
 
     record: BlockRecord
@@ -57,7 +70,10 @@ class Wanted:
 
 @dataclass(slots=True)
 class _Part:
-    """One block's progress. attached: its READING writes into `out`. remote: only remote tiers may have it.
+    """One block's progress.
+
+    attached: its READING writes into `out`.
+    remote: only remote tiers may have it.
     expected: one of them says that it does.
     """
 
@@ -108,7 +124,8 @@ class Ticket:
             return [part.state for part in self._parts]
 
     def claim(self, i: int) -> bool:
-        """Take a block that is WAITING or FAILED: it is not read from now on, and its `out` is the caller's again.
+        """Take a block that is WAITING or FAILED: it is not read from now on, and its `out` is the
+        caller's again.
 
         False, and no change, if it is READING or READY.
         """
@@ -120,7 +137,10 @@ class Ticket:
             return True
 
     def cancel(self) -> None:
-        """Begin no further read. Reads into `out` that are under way go on to their end: see `active`."""
+        """Begin no further read.
+
+        Reads into `out` that are under way go on to their end: see `active`.
+        """
         with self._lock:
             self._cancelled = True
             for part in self._parts:
@@ -165,7 +185,9 @@ class Ticket:
             return self._parts[i].failure
 
     def wait(self, timeout_s: float, *, seen: int | None = None) -> bool:
-        """Until the load is finished, or `changed` is no longer `seen`; False if neither happened in time."""
+        """Until the load is finished, or `changed` is no longer `seen`; False if neither happened
+        in time.
+        """
         end = self._clock() + timeout_s
         with self._lock:
             self._watchers += seen is not None
@@ -185,7 +207,9 @@ class Ticket:
     # From here on: for the loader only
 
     def begin(self, i: int, *, attached: bool) -> bool:
-        """Start reading a WAITING block, into its `out` if attached; False if it is not to be read any more."""
+        """Start reading a WAITING block, into its `out` if attached; False if it is not to be read
+        any more.
+        """
         with self._lock:
             self._give_up_what_is_late()
             part = self._parts[i]
@@ -244,7 +268,9 @@ class Ticket:
             self._fail_unattached(failure, lambda _: True)
 
     def ask_remotely(self, numbers: Sequence[int]) -> None:
-        """Only remote tiers may have these: they have timeout_s until the first block, and from one to the next."""
+        """Only remote tiers may have these: they have timeout_s until the first block, and from one
+        to the next.
+        """
         with self._lock:
             if self._deadline is None:
                 self._deadline = self._clock() + self._timeout_s

@@ -1,8 +1,11 @@
-"""What a tier promises. Implementable from this file alone; tests/store/test_contract.py holds every tier to it.
+"""What a tier promises.
 
-A tier keeps frames (codec/frame.py) under BlockIds and never looks into them. All methods may be called from any
-thread. Three things can be wrong, and they stay apart: the block is not there (BlockMissing), the tier cannot say or
-not in time (TierUnavailable), or, as only the reader of a frame can tell, the bytes are damaged.
+Implementable from this file alone; tests/store/test_contract.py holds every tier to it.
+
+A tier keeps frames (codec/frame.py) under BlockIds and never looks into them. All methods may be
+called from any thread. Three things can be wrong, and they stay apart: the block is not there
+(BlockMissing), the tier cannot say or not in time (TierUnavailable), or, as only the reader of a
+frame can tell, the bytes are damaged.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +32,8 @@ class TierKind(StrEnum):
 class Entry:
     """One stored block, for those who list, pin, check or clear. Times in seconds since the epoch.
 
-    root, tenant_tag: which namespace and tenant it belongs to, as the tier knows it. expires: None for never.
+    root, tenant_tag: which namespace and tenant it belongs to, as the tier knows it.
+    expires: None for never.
     """
 
     id: BlockId
@@ -46,10 +50,13 @@ class Entry:
 
 @dataclass(slots=True)
 class TierStats:
-    """used_bytes, limit_bytes: what it takes now, and at most (None: no limit of ours). The rest only grows.
+    """used_bytes, limit_bytes: what it takes now, and at most (None: no limit of ours).
 
-    evictions: blocks that went, by reason: room, expired, forgotten, damaged, quota. refused: writes that were not
-    kept, by reason: full, pinned, quota, unavailable. unavailable: times that the tier could not answer.
+    The rest only grows.
+
+    evictions: blocks that went, by reason: room, expired, forgotten, damaged, quota.
+    refused: writes that were not kept, by reason: full, pinned, quota, unavailable.
+    unavailable: times that the tier could not answer.
     """
 
     used_bytes: int = 0
@@ -70,8 +77,9 @@ ReadOutcome = int | BlockMissing | TierUnavailable | FrameDamaged  # the frame's
 class Tier(Protocol):
     """A place that keeps frames.
 
-    name: unique among the tiers of a store, for metrics. local: whether `held` answers within microseconds from an
-    index on this machine; others are asked only beside something else.
+    name: unique among the tiers of a store, for metrics.
+    local: whether `held` answers within microseconds from an index on this machine; others are
+        asked only beside something else.
     """
 
     name: str
@@ -84,19 +92,23 @@ class Tier(Protocol):
     def read(self, block_id: BlockId, buffers: Sequence[Buffer], timeout_s: float | None = None) -> int:
         """Fill `buffers` in order with the block's frame; its length. Changes nothing but counters.
 
-        Raises BlockMissing, TierUnavailable, or FrameDamaged("length") for a frame longer than the buffers. What lies
-        in the buffers after an error is undefined.
+        Raises BlockMissing, TierUnavailable, or FrameDamaged("length") for a frame longer than the
+        buffers. What lies in the buffers after an error is undefined.
         """
 
     def write(self, record: BlockRecord, frame: Buffer, tenant_tag: bytes, *, ttl_s: float | None = None) -> bool:
-        """Keep a copy of `frame`, in place of what the id stood for before; False if it was not kept (counted).
+        """Keep a copy of `frame`, in place of what the id stood for before; False if it was not
+        kept (counted).
 
-        Readers see the old frame, the new one, or none: never a part. Makes room by evicting what was unused
-        longest, children before parents, nothing pinned. Raises TierUnavailable.
+        Readers see the old frame, the new one, or none: never a part. Makes room by evicting what
+        was unused longest, children before parents, nothing pinned. Raises TierUnavailable.
         """
 
     def touch(self, ids: Sequence[BlockId]) -> None:
-        """The blocks were used, in order of a sequence: no parent is evicted before its child. Never raises."""
+        """The blocks were used, in order of a sequence: no parent is evicted before its child.
+
+        Never raises.
+        """
 
     def delete(self, ids: Sequence[BlockId], reason: str) -> int:
         """Remove blocks; how many were there. Raises TierUnavailable."""
@@ -108,10 +120,16 @@ class Tier(Protocol):
         """Remove every block; how many. Raises TierUnavailable."""
 
     def pin(self, ids: Sequence[BlockId], *, pinned: bool) -> int:
-        """Exempt blocks from eviction and expiry, or end that; how many are here. Raises TierUnavailable."""
+        """Exempt blocks from eviction and expiry, or end that; how many are here.
+
+        Raises TierUnavailable.
+        """
 
     def entries(self) -> Iterator[Entry]:
-        """Every block, in no order; a listing of a changing tier may miss or repeat some. Raises TierUnavailable."""
+        """Every block, in no order; a listing of a changing tier may miss or repeat some.
+
+        Raises TierUnavailable.
+        """
 
     def stats(self) -> TierStats:
         """Counters so far. Never raises, never waits."""
@@ -127,7 +145,8 @@ class ReadsRuns(Protocol):
     def read_run(self, ids: Sequence[BlockId], buffers: Sequence[Sequence[Buffer]]) -> list[ReadOutcome]:
         """As Tier.read for each block; what that would raise stands in its place.
 
-        Unlike there, of a block that is written anew meanwhile parts of both frames may come: for those who verify.
+        Unlike there, of a block that is written anew meanwhile parts of both frames may come: for
+        those who verify.
         """
 
 
@@ -136,15 +155,23 @@ class LendsFrames(Protocol):
     """A tier whose frames lie in this process's memory."""
 
     def lent(self, ids: Sequence[BlockId]) -> AbstractContextManager[list[Buffer | None]]:
-        """Frames to be read where they lie, and stay as they are until the end; None for those that cannot be lent."""
+        """Frames to be read where they lie, and stay as they are until the end; None for those that
+        cannot be lent.
+        """
 
 
 @runtime_checkable
 class Prefetching(Protocol):
-    """A tier that reads faster when it is told in advance what will be read. For those who load, not those who look."""
+    """A tier that reads faster when it is told in advance what will be read.
+
+    For those who load, not those who look.
+    """
 
     def locate(self, ids: Sequence[BlockId]) -> list[bool]:
         """As Tier.held, remembering for `prefetch` and for reads where the blocks lie."""
 
     def prefetch(self, ids: Sequence[BlockId]) -> None:
-        """These, which `locate` just found, will be read soon and in this order. Never raises or waits."""
+        """These, which `locate` just found, will be read soon and in this order.
+
+        Never raises or waits.
+        """

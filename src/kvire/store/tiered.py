@@ -1,7 +1,9 @@
-"""The store that an engine talks to: tiers, fastest first; loads that are polled, saves that never wait.
+"""The store that an engine talks to: tiers, fastest first; loads that are polled, saves that never
+wait.
 
-Read ticket.py for what a load promises; loader.py and write_behind.py have the threads. Nothing here raises for want
-of a block: a miss, a damaged block and a tier that is down are only a shorter hit.
+Read ticket.py for what a load promises; loader.py and write_behind.py have the threads. Nothing
+here raises for want of a block: a miss, a damaged block and a tier that is down are only a shorter
+hit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,9 +42,11 @@ STALE_S = 2.0  # that forget and clear wait for writers in the middle of a block
 
 @dataclass(frozen=True, slots=True)
 class HandleStats:
-    """One tier: what it says itself, what the store did with it, what waits for it, and how fast it is.
+    """One tier: what it says itself, what the store did with it, what waits for it, and how fast it
+    is.
 
-    late: what its last answer that did not come in time was said to be; empty while answers come in time.
+    late: what its last answer that did not come in time was said to be; empty while answers come in
+        time.
     """
 
     kind: TierKind
@@ -56,8 +60,9 @@ class HandleStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """handles: by tier name. saves: offered by the engine; dropped_saves: of those, taken for no tier. unadmitted:
-    dropped because their turn did not end in time. shared_reads: blocks that a load got from another load's read.
+    """handles: by tier name. saves: offered by the engine; dropped_saves: of those, taken for no
+    tier. unadmitted: dropped because their turn did not end in time. shared_reads: blocks that a
+    load got from another load's read.
     """
 
     handles: dict[str, HandleStats]
@@ -68,10 +73,14 @@ class StoreStats:
 
 
 class TieredStore:
-    """A store over tiers, fastest first, each with its way of writing frames. It owns the tiers: close closes them.
+    """A store over tiers, fastest first, each with its way of writing frames.
 
-    Starts nothing: `with store:` or open() starts the threads, close() ends them. Before and after that loads fail
-    and saves are dropped. buffer_bytes: for blocks on their way into the tiers.
+    It owns the tiers: close closes them.
+
+    Starts nothing: `with store:` or open() starts the threads, close() ends them. Before and after
+    that loads fail and saves are dropped.
+
+    buffer_bytes: for blocks on their way into the tiers.
     """
 
     def __init__(
@@ -109,7 +118,10 @@ class TieredStore:
         return next((handle.meter.speed() for handle in self._handles if not handle.local), None)
 
     def discard(self, ids: Sequence[BlockId]) -> None:
-        """Remove blocks that nobody may meet, wherever they have got to. Queued behind what is being written."""
+        """Remove blocks that nobody may meet, wherever they have got to.
+
+        Queued behind what is being written.
+        """
         self._writer.discard(ids)
 
     def open(self) -> None:
@@ -186,7 +198,10 @@ class TieredStore:
         return self._loader.load(wanted, from_the_back=from_the_back, generations=generations)
 
     def save(self, record: BlockRecord, kv: Buffer) -> bool:
-        """Keep a block: copies its KV and returns; written in the background. False: dropped, and counted."""
+        """Keep a block: copies its KV and returns; written in the background.
+
+        False: dropped, and counted.
+        """
         assert len(kv) == record.kv_bytes
         kept = self._writer.save(record, kv)
         self._saves += 1
@@ -198,7 +213,9 @@ class TieredStore:
         self._writer.touch(tuple(ids))
 
     def end_of_turn(self, ids: Sequence[BlockId]) -> None:
-        """The request of these blocks is finished: with admission "turn" they are kept from now on."""
+        """The request of these blocks is finished: with admission "turn" they are kept from
+        now on.
+        """
         self._writer.end_of_turn(ids)
 
     def explain(self, query: MissQuery) -> MissAnswer:
@@ -210,7 +227,9 @@ class TieredStore:
         return self._by_name[tier_name].meter.speed()
 
     def note_namespace(self, root: BlockKey, fields: Mapping[str, str]) -> None:
-        """Remember what a namespace says (its salt is left out), so that explain can name what differs."""
+        """Remember what a namespace says (its salt is left out), so that explain can name what
+        differs.
+        """
         shown = self._explainer.note_namespace(root, fields)
         for handle in self._handles:
             if isinstance(handle.tier, KeepsNotes):
@@ -228,7 +247,9 @@ class TieredStore:
         return StoreStats(handles, self._saves, self._dropped_saves, self._writer.unadmitted, self._loader.shared_reads)
 
     def clear(self) -> int:
-        """Remove every block from every tier; how many, counted once per tier. What is on its way is dropped.
+        """Remove every block from every tier; how many, counted once per tier.
+
+        What is on its way is dropped.
 
         Raises TierUnavailable if a tier could not be cleared; the others are.
         """
@@ -238,10 +259,11 @@ class TieredStore:
         return sum(self._everywhere(lambda tier: tier.clear(), "not cleared"))
 
     def forget(self, tenant: str) -> int:
-        """Destroy the tenant's keys, and remove its blocks from every tier; how many, counted once per tier.
+        """Destroy the tenant's keys, and remove its blocks from every tier; how many, counted once
+        per tier.
 
-        Raises TierUnavailable if a tier could not remove them; they cannot be read any more all the same, if the
-        store is sealed.
+        Raises TierUnavailable if a tier could not remove them; they cannot be read any more all the
+        same, if the store is sealed.
         """
         if tenant not in self._keyring.tenants():
             return 0
@@ -253,14 +275,17 @@ class TieredStore:
         return sum(self._everywhere(lambda tier: tier.delete_tenant(tag), "still has blocks of the tenant"))
 
     def pin(self, ids: Sequence[BlockId], *, pinned: bool) -> int:
-        """Exempt blocks from eviction and expiry, or end that; how many are in the tier that has most of them.
+        """Exempt blocks from eviction and expiry, or end that; how many are in the tier that has
+        most of them.
 
         Raises TierUnavailable if a tier could not do it; the others did.
         """
         return max(self._everywhere(lambda tier: tier.pin(ids, pinned=pinned), "not pinned"), default=0)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was saved is in its tiers, or given up; False if that takes longer."""
+        """Wait until all that was saved is in its tiers, or given up; False if that takes
+        longer.
+        """
         return self._writer.flush(timeout_s)
 
     def _asked(self, handle: TierHandle, call: Callable[[], T]) -> T:
@@ -304,7 +329,9 @@ class TieredStore:
             )
 
     def _demote(self, handle: TierHandle, record: BlockRecord, fill: Fill) -> None:
-        """A handle makes room: hand what it evicts to the next local one below, unless one below has it."""
+        """A handle makes room: hand what it evicts to the next local one below, unless one below
+        has it.
+        """
         below = [lower for lower in self._handles[self._handles.index(handle) + 1 :] if lower.local]
         try:
             if not below or any(lower.held([record.id])[0] for lower in below):

@@ -12,7 +12,10 @@ log = logging.getLogger(__name__)
 
 
 class WorkerThreads:
-    """Threads over a queue of work, oldest first. Each item hands out pieces, which may run side by side."""
+    """Threads over a queue of work, oldest first.
+
+    Each item hands out pieces, which may run side by side.
+    """
 
     def __init__(self, name: str, threads: int) -> None:
         self._lock = threading.Lock()
@@ -67,7 +70,8 @@ class WorkerThreads:
         with self._lock:
             while self._running:
                 if (piece := self._piece()) is not None:
-                    # Whoever has begun wakes the next: woken together, they may share one core for milliseconds.
+                    # Whoever has begun wakes the next: woken together, they may share one core for
+                    # milliseconds.
                     self._condition.notify()
                     return piece
                 self._condition.wait()

@@ -1,8 +1,9 @@
-"""Blocks on their way into the tiers: who is let in, and a bounded buffer with one queue and writer thread per tier.
+"""Blocks on their way into the tiers: who is let in, and a bounded buffer with one queue and writer
+thread per tier.
 
-Nobody who hands in a block ever waits: what finds no room is dropped and counted. Each tier may fill its share of the
-buffer and no more, so that a slow or dead one holds up nobody else. A block waits in memory of the buffer's own, which
-goes back once every queue is done with it.
+Nobody who hands in a block ever waits: what finds no room is dropped and counted. Each tier may
+fill its share of the buffer and no more, so that a slow or dead one holds up nobody else. A block
+waits in memory of the buffer's own, which goes back once every queue is done with it.
 """
 
 import threading
@@ -25,10 +26,15 @@ REMEMBERED_IDS = 1 << 16  # of blocks seen once, for admission
 
 
 class WriteBehind:
-    """Writers for `handles`. admission: "all", or "turn": a block waits until its turn ends or it is seen again, and
-    the one that has waited longest makes room. buffer_bytes: for everything that waits, unless 8 blocks per tier are
-    more. no_loads: see WriteQueue. stored: called with each block that a tier keeps. Starts nothing before `start`;
-    thread-safe.
+    """Writers for `handles`.
+
+    admission: "all", or "turn": a block waits until its turn ends or it is seen again, and the one
+        that has waited longest makes room.
+    buffer_bytes: for everything that waits, unless 8 blocks per tier are more.
+    no_loads: see WriteQueue.
+    stored: called with each block that a tier keeps.
+
+    Starts nothing before `start`; thread-safe.
     """
 
     def __init__(
@@ -70,7 +76,10 @@ class WriteBehind:
             self._threads[-1].start()
 
     def save(self, record: BlockRecord, kv: Buffer) -> bool:
-        """Copy a block into the buffer, for every tier; False if nobody takes it (counted). Never waits for a tier."""
+        """Copy a block into the buffer, for every tier; False if nobody takes it (counted).
+
+        Never waits for a tier.
+        """
         handles = [queue.handle for queue in self._queues]
         if self._by_turn:
             with self._condition:
@@ -84,7 +93,8 @@ class WriteBehind:
         self, record: BlockRecord, fill: Callable[[Buffer], None], handles: Sequence[TierHandle],
         *, generation: Generation | None = None, why: str = "saved",
     ) -> bool:  # fmt: skip
-        """Queue a block for `handles`, or with none to wait for the end of its turn; False if there is no room for it.
+        """Queue a block for `handles`, or with none to wait for the end of its turn; False if there
+        is no room for it.
 
         fill: writes its KV; it may raise FrameDamaged or FrameForeign.
         generation: of what fill reads, if that is older than this call.
@@ -120,7 +130,10 @@ class WriteBehind:
         return True
 
     def touch(self, ids: Sequence[BlockId]) -> None:
-        """The blocks were used: tell every tier, in its thread. Those that wait for their turn were seen twice."""
+        """The blocks were used: tell every tier, in its thread.
+
+        Those that wait for their turn were seen twice.
+        """
         with self._condition:
             self._admit(ids)
             for queue in self._queues:
@@ -132,7 +145,9 @@ class WriteBehind:
             self._admit(ids)
 
     def discard(self, ids: Sequence[BlockId]) -> None:
-        """Drop these blocks where they wait, and have every tier remove them after what is being written."""
+        """Drop these blocks where they wait, and have every tier remove them after what is being
+        written.
+        """
         unwanted = set(ids)
         with self._condition:
             for block_id in unwanted & self._waiting.keys():
@@ -142,7 +157,9 @@ class WriteBehind:
                 queue.tell(partial(queue.handle.tier.delete, tuple(ids), "discarded"), must=True)
 
     def tell(self, handle: TierHandle, call: Callable[[], object]) -> None:
-        """Have a tier's thread make a call that may raise TierUnavailable, which is then counted."""
+        """Have a tier's thread make a call that may raise TierUnavailable, which is then
+        counted.
+        """
         with self._condition:
             self._queue_of(handle).tell(call)
 
@@ -153,16 +170,16 @@ class WriteBehind:
             return len(queue.ids), queue.bytes
 
     def generation_of(self, handle: TierHandle, tenant: str) -> Generation:
-        """For what the thread of this tier meets there now: not newer than anything that it is writing. Raises
-        StoreError.
+        """For what the thread of this tier meets there now: not newer than anything that it is
+        writing. Raises StoreError.
         """
         generation = self._generations.now(tenant)
         numbers = [pending.generation.number for pending in self._queue_of(handle).writing]
         return generation._replace(number=min([generation.number, *numbers]))
 
     def drop_stale(self, timeout_s: float) -> bool:
-        """Drop what the last `Generations.end` ended, and wait until nobody is writing any of it; False if that takes
-        longer. Whoever still writes then deletes it afterwards.
+        """Drop what the last `Generations.end` ended, and wait until nobody is writing any of it;
+        False if that takes longer. Whoever still writes then deletes it afterwards.
         """
         end = time.monotonic() + timeout_s
         with self._condition:
@@ -175,7 +192,9 @@ class WriteBehind:
             )
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything that was queued is written or given up; False if that takes longer."""
+        """Wait until everything that was queued is written or given up; False if that takes
+        longer.
+        """
         with self._condition:
             end = time.monotonic() + timeout_s
             return self._wait_until(lambda: all(queue.is_empty for queue in self._queues), end)

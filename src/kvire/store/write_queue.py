@@ -1,4 +1,7 @@
-"""What waits for one tier, and the thread that writes it there. All queues of a store share one lock and one buffer."""
+"""What waits for one tier, and the thread that writes it there.
+
+All queues of a store share one lock and one buffer.
+"""
 
 import logging
 import threading
@@ -17,8 +20,8 @@ from kvire.store.tier import Buffer
 LEAST_BLOCKS = 8  # that each share has room for, however large they are
 BATCH_BLOCKS = 32  # written after one look at what the tier holds
 QUEUED_CALLS = 1024
-# Blocks are written within a second all the same. Beside a load, each would cost it about 0.4 ms: two threads that take
-# the interpreter from each other (docs/adr/0015-tiered-store.md).
+# Blocks are written within a second all the same. Beside a load, each would cost it about 0.4 ms:
+# two threads that take the interpreter from each other (docs/adr/0015-tiered-store.md).
 LOADS_FIRST_S = 0.3
 
 log = logging.getLogger(__name__)
@@ -41,8 +44,8 @@ class PendingWrite:
 
 
 class Buffers:
-    """Memory for KV, at most limit_bytes besides what is in use; reused, since fresh pages are filled several times
-    slower. Not thread-safe.
+    """Memory for KV, at most limit_bytes besides what is in use; reused, since fresh pages are
+    filled several times slower. Not thread-safe.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -66,11 +69,14 @@ class Buffers:
 
 
 class WriteQueue:
-    """Pending writes on their way into one tier, in order.
+    """Pending writes of one tier, in order.
 
-    condition: its lock guards everything here but `run`. share_bytes: what may wait, unless LEAST_BLOCKS are more.
-    may_store: asked before and after each write; what may not be stored any more is deleted again. stored: called with
-    each block that the tier keeps. no_loads: waited for before each batch, but not long: somebody waits for loads.
+    condition: its lock guards everything here but `run`.
+    share_bytes: limit of the queue, unless LEAST_BLOCKS are more.
+    may_store: asked before and after each write; a block that may no longer be stored is deleted
+        again.
+    stored: called with each block that the tier keeps.
+    no_loads: waited for briefly before each batch, since loads come first.
     """
 
     def __init__(
@@ -82,7 +88,8 @@ class WriteQueue:
         self.writing: list[PendingWrite] = []
         self.ids: set[BlockId] = set()  # of waiting and writing
         self.bytes = 0  # of them
-        # Small things to tell the tier. Of too many the oldest are lost, which costs recency and nothing else.
+        # Small things to tell the tier. Of too many the oldest are lost, which costs recency and
+        # nothing else.
         self._calls: deque[Callable[[], object]] = deque(maxlen=QUEUED_CALLS)
         self._musts: list[Callable[[], object]] = []  # those that are never lost
         self._condition = condition
@@ -115,7 +122,10 @@ class WriteQueue:
         self._condition.notify_all()
 
     def tell(self, call: Callable[[], object], *, must: bool = False) -> None:
-        """Have the thread make a call, which may raise TierUnavailable. must: however many others there are."""
+        """Have the thread make a call, which may raise TierUnavailable.
+
+        must: however many others there are.
+        """
         (self._musts if must else self._calls).append(call)
         self._condition.notify_all()
 

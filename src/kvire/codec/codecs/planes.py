@@ -1,7 +1,9 @@
-"""A lossless codec for KV in floats: bytes of like weight together, the most significant plane compressed.
+"""A lossless codec for KV in floats: bytes of like weight together, the most significant plane
+compressed.
 
-Signs and exponents of KV repeat, mantissas do not: so only the plane that holds exponents goes through zstd, and the
-others lie as they are. What it saves and costs, measured: docs/adr/0012-frames-and-seal.md.
+Signs and exponents of KV repeat, mantissas do not: so only the plane that holds exponents goes
+through zstd, and the others lie as they are. What it saves and costs, measured:
+docs/adr/0012-frames-and-seal.md.
 """
 
 import struct
@@ -19,14 +21,17 @@ from kvire.core.errors import FrameDamaged, FrameForeign
 _HEAD = struct.Struct("<QQ")  # bytes of an element, bytes of the compressed plane
 _WIDTHS = (2, 4)  # bytes of the floats whose planes are parted
 
-# Below this a tier gains more by fewer bytes than decoding them costs on one core: (1 - size) * decoding speed, the
-# least of three dtypes, on KV of SmolLM2 (docs/adr/0012-frames-and-seal.md).
+# Below this a tier gains more by fewer bytes than decoding them costs on one core: (1 - size) *
+# decoding speed, the least of three dtypes, on KV of SmolLM2 (docs/adr/0012-frames-and-seal.md).
 PAYS_BELOW_BYTES_PER_S = 250e6
 
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """Byte planes of floats. element_bytes: of one float, 2 or 4."""
+    """Byte planes of floats.
+
+    element_bytes: of one float, 2 or 4.
+    """
 
     id: ClassVar[int] = 1
     shortens: ClassVar[bool] = True
@@ -65,7 +70,9 @@ def _zstandard() -> ModuleType | None:
 
 
 def compress(kv: memoryview, element_bytes: int) -> bytes | None:
-    """Payload that `decompress` turns back into `kv`; None if it would be no shorter, or there is no zstandard."""
+    """Payload that `decompress` turns back into `kv`; None if it would be no shorter, or there is
+    no zstandard.
+    """
     zstandard = _zstandard()
     if zstandard is None:
         return None
@@ -104,7 +111,10 @@ def _lanes(kv: memoryview, width: int) -> tuple[np.ndarray, memoryview]:
 
 
 def _plane(zstandard: ModuleType, compressed: memoryview, plane_bytes: int) -> bytes:
-    """The plane, if it is that long. Its claimed size is looked at before anything is allocated for it."""
+    """The plane, if it is that long.
+
+    Its claimed size is looked at before anything is allocated for it.
+    """
     try:
         if zstandard.frame_content_size(compressed) == plane_bytes:
             return bytes(zstandard.ZstdDecompressor().decompress(compressed, allow_extra_data=False))

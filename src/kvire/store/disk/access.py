@@ -1,5 +1,6 @@
-"""How calls of a disk tier get at its folder: opened when first needed, opened again when it was replaced, left alone
-for a moment when it keeps failing. The folder may be removed, filled, locked away or damaged at any time.
+"""How calls of a disk tier get at its folder: opened when first needed, opened again when it was
+replaced, left alone for a moment when it keeps failing. The folder may be removed, filled, locked
+away or damaged at any time.
 """
 
 import logging
@@ -17,8 +18,8 @@ from kvire.store.disk.index import JournalFullError, is_damage
 from kvire.store.disk.rows import IndexDamagedError
 from kvire.store.health import Outage
 
-# Seconds by which the clock follows the wall clock, per second: eight hours in 48 minutes, so that blocks in use are
-# touched meanwhile; a clock that is wrong for a moment hardly matters.
+# Seconds by which the clock follows the wall clock, per second: eight hours in 48 minutes, so that
+# blocks in use are touched meanwhile; a clock that is wrong for a moment hardly matters.
 FOLLOW_PACE = 10.0
 FOLLOW_AT_MOST_S = 1.0  # since the last look count at most so many seconds: nobody knows when the wall clock was set
 
@@ -31,7 +32,8 @@ def since_boot() -> float:
 class FollowingClock:
     """What has passed since the start, drawn towards the wall clock by and by. Thread-safe.
 
-    wall: seconds since the epoch, may jump. elapsed: seconds since whenever, steady, also while suspended.
+    wall: seconds since the epoch, may jump.
+    elapsed: seconds since whenever, steady, also while suspended.
     """
 
     def __init__(self, wall: Callable[[], float], elapsed: Callable[[], float]) -> None:
@@ -52,7 +54,9 @@ class FollowingClock:
             return self._now
 
     def latest(self) -> float:
-        """The time by whichever clock is ahead: what is later than that is from the future for everybody."""
+        """The time by whichever clock is ahead: what is later than that is from the future for
+        everybody.
+        """
         return max(self.now(), self._wall())
 
 
@@ -65,7 +69,8 @@ ERRORS = (OSError, sqlite3.Error, JournalFullError, IndexDamagedError, StoreErro
 class DiskAccess:
     """One process's way to the folder at `path`. Thread-safe.
 
-    Times are those of a FollowingClock, so that a clock that is put forward or back shows by and by only.
+    Times are those of a FollowingClock, so that a clock that is put forward or back shows by and by
+    only.
     """
 
     def __init__(
@@ -98,7 +103,10 @@ class DiskAccess:
         return self._clock.latest()
 
     def open(self) -> None:
-        """Open the folder now, making what is missing. Raises StoreError if this is no place for a store."""
+        """Open the folder now, making what is missing.
+
+        Raises StoreError if this is no place for a store.
+        """
         try:
             with self._lock:
                 self._current(make=True)
@@ -108,18 +116,27 @@ class DiskAccess:
             raise StoreError(f"the store in {self.path} cannot be opened: {error}") from error
 
     def reads(self) -> AbstractContextManager[DiskFolder | None]:
-        """The folder, for one call that reads; None if there is none. Whatever goes wrong is TierUnavailable."""
+        """The folder, for one call that reads; None if there is none.
+
+        Whatever goes wrong is TierUnavailable.
+        """
         return self._used(self.reading, make=False)
 
     @contextmanager
     def writes(self) -> Iterator[DiskFolder]:
-        """The folder, for one call that writes; it is made if it is missing. Errors as in `reads`."""
+        """The folder, for one call that writes; it is made if it is missing.
+
+        Errors as in `reads`.
+        """
         with self._used(self.writing, make=True) as folder:
             assert folder is not None
             yield folder
 
     def changes(self) -> AbstractContextManager[DiskFolder | None]:
-        """The folder, for one call that changes what is there; None if there is none. Errors as in `reads`."""
+        """The folder, for one call that changes what is there; None if there is none.
+
+        Errors as in `reads`.
+        """
         return self._used(self.writing, make=False)
 
     @contextmanager
@@ -194,7 +211,9 @@ class DiskAccess:
         raise FileNotFoundError(f"{self.path} vanishes as often as it is made")
 
     def _after(self, error: Exception, folder: DiskFolder | None) -> None:
-        """What an error says about the index: damaged, or a connection that is of no use any more."""
+        """What an error says about the index: damaged, or a connection that is of no use any
+        more.
+        """
         damaged = is_damage(error)
         if folder is None or not (damaged or isinstance(error, sqlite3.ProgrammingError)):
             return

@@ -1,14 +1,17 @@
-"""Who gets which slot, and who has to go for it. Everything here runs inside one transaction of the index.
+"""Who gets which slot, and who has to go for it.
 
-The limit holds by construction: a segment is entered in the index, where every process counts it, before its file is
-made, and it leaves the index after its file. What all segments, the largest index for them, and the journal take is
-at most the limit.
+Everything here runs inside one transaction of the index.
 
-Eviction takes the block unused longest, the later one in its sequence first: a block that is written takes over its
-parent's time, which was brought up to now before if it was old or its turn has come (disk/writer.py), and those touched
-together get one time, so no parent goes before its child. A prompt that fills the tier keeps its beginning. With
-several tenants it takes from those who have more than an equal share. A size of slots that finds no room takes whole
-segments from another size, if those were not used since the oldest block of its own.
+The limit holds by construction: a segment is entered in the index, where every process counts it,
+before its file is made, and it leaves the index after its file. What all segments, the largest
+index for them, and the journal take is at most the limit.
+
+Eviction takes the block unused longest, the later one in its sequence first: a block that is
+written takes over its parent's time, which was brought up to now before if it was old or its turn
+has come (disk/writer.py), and those touched together get one time, so no parent goes before its
+child. A prompt that fills the tier keeps its beginning. With several tenants it takes from those
+who have more than an equal share. A size of slots that finds no room takes whole segments from
+another size, if those were not used since the oldest block of its own.
 """
 # ruff: noqa: S608 - nothing but numbers and names of ours is put into a statement's text
 
@@ -141,9 +144,11 @@ class _Victim:
 
 
 class SlotAllocator:
-    """The rules for one transaction. may_grow: False while the file system is known to be full.
+    """The rules for one transaction.
 
-    remove: removes a segment's file; it runs before the segment leaves the index, so that no file is ever forgotten.
+    may_grow: False while the file system is known to be full.
+    remove: removes a segment's file; it runs before the segment leaves the index, so that no file
+        is ever forgotten.
     wipe: makes a slot's head invalid.
     """
 
@@ -167,9 +172,11 @@ class SlotAllocator:
     def claim(  # noqa: PLR0911  (each is another outcome)
         self, slot_bytes: int, tenant: bytes, now: float, parent: BlockKey
     ) -> int | Segment | str:
-        """A slot, now the caller's; or a segment whose file the caller has to make before it asks again; or why not.
+        """A slot, now the caller's; or a segment whose file the caller has to make before it asks
+        again; or why not.
 
-        parent: of the block that is to be written; it does not go for it, in whatever group (OWN_PROMPT).
+        parent: of the block that is to be written; it does not go for it, in whatever group
+            (OWN_PROMPT).
         """
         if taken_bytes(self._capacity, slot_bytes, 1, 1) > self._capacity:
             return "full"
@@ -192,9 +199,12 @@ class SlotAllocator:
         return segment
 
     def keep(self, slot: int, slot_bytes: int, head: SlotHeader) -> list[SlotRef] | None:
-        """The claimed slot holds the block from now on. The slots that held it before are claimed instead: free them.
+        """The claimed slot holds the block from now on.
 
-        None if the slot was taken away meanwhile: with its segment, or by somebody who took this process for dead.
+        The slots that held it before are claimed instead: free them.
+
+        None if the slot was taken away meanwhile: with its segment, or by somebody who took this
+        process for dead.
         """
         run = self.run
         if not self._mine(slot):
@@ -224,7 +234,10 @@ class SlotAllocator:
         self.run("UPDATE segments SET used = max(used, ?), unsynced = 1 WHERE id = ?", used, segment_of(slot))
 
     def free(self, slot: int, slot_bytes: int, owner: int | None = None) -> None:
-        """A slot that this process claimed, or that owner, is nobody's again. A free slot has no head: wiped first."""
+        """A slot that this process claimed, or that owner, is nobody's again.
+
+        A free slot has no head: wiped first.
+        """
         if self._mine(slot, owner):
             self.wipe(slot, slot_bytes)
             self.run("DELETE FROM claims WHERE slot = ?", slot)
@@ -239,7 +252,9 @@ class SlotAllocator:
         self.run("DELETE FROM claims WHERE slot BETWEEN ? AND ?", low, high)
 
     def sweep(self, segment: int, reason: str, most: int) -> bool:
-        """Take up to `most` blocks of a segment that is gone out of the index; True once it is done."""
+        """Take up to `most` blocks of a segment that is gone out of the index; True once it is
+        done.
+        """
         low, high = slots_of(segment)
         rows = self.run("SELECT slot, tenant FROM blocks WHERE slot BETWEEN ? AND ? LIMIT ?", low, high, most)
         for slot, tenant in rows:
@@ -251,7 +266,9 @@ class SlotAllocator:
         return True
 
     def coldest(self, other_than: int | None, before: float) -> list[Segment]:
-        """Segments unused longest, with slots of another size, last used `before`, nothing pinned, nobody writing."""
+        """Segments unused longest, with slots of another size, last used `before`, nothing pinned,
+        nobody writing.
+        """
         rows = self.run(
             "SELECT id, slot_bytes, slots FROM segments s WHERE state = ? AND slot_bytes IS NOT ? "
             f"AND NOT EXISTS (SELECT 1 FROM claims WHERE slot >> {SLOT_BITS} = s.id) "
@@ -281,7 +298,10 @@ class SlotAllocator:
         return slot
 
     def _must_be_nobodys(self, slot: int, slot_bytes: int) -> None:
-        """Nothing is written over a block because the index gives its slot away. Raises IndexDamagedError."""
+        """Nothing is written over a block because the index gives its slot away.
+
+        Raises IndexDamagedError.
+        """
         rows = self.run(
             "SELECT state, slot_bytes, fresh FROM segments WHERE id = ?1 >> 20 "
             "AND NOT EXISTS (SELECT 1 FROM blocks WHERE slot = ?1)",
@@ -332,13 +352,17 @@ class SlotAllocator:
 
     @staticmethod
     def _over_share(tenants: list[tuple[bytes, int]], writer: bytes) -> list[bytes]:
-        """Who may have to give way to the writer: those with more than an equal share, most first, and itself."""
+        """Who may have to give way to the writer: those with more than an equal share, most first,
+        and itself.
+        """
         competing = len(tenants) + all(tag != writer for tag, _ in tenants)
         share = sum(count for _, count in tenants) / max(1, competing)
         return [tag for tag, count in tenants if count > share or tag == writer]
 
     def _convert(self, slot_bytes: int, tenant: bytes, before: float) -> bool:
-        """Remove a segment of another size that nobody used since `before`, unless it is a modest tenant's."""
+        """Remove a segment of another size that nobody used since `before`, unless it is a modest
+        tenant's.
+        """
         rows = self.run("SELECT tag, bytes FROM tenants ORDER BY bytes DESC LIMIT ?", COMPETITORS)
         giving = set(self._over_share(rows, tenant))
         for segment in self.coldest(slot_bytes, before):

@@ -1,7 +1,8 @@
-"""Every system call of the disk tier and every statement of its index, in one object that does nothing else.
+"""Every system call of the disk tier and every statement of its index, in one object that does
+nothing else.
 
-Tests replace it: to make any one call fail, to die before it, or to lose what was never synced. Nothing here follows a
-symbolic link, and what it makes can be read by its owner only.
+Tests replace it: to make any one call fail, to die before it, or to lose what was never synced.
+Nothing here follows a symbolic link, and what it makes can be read by its owner only.
 """
 
 import errno
@@ -28,14 +29,19 @@ Answer = tuple[Description | None, list[tuple[Any, ...]]]  # of a statement: Non
 
 
 class Files:
-    """System calls by name. Offsets and lengths in bytes; everything raises OSError, statements sqlite3.Error."""
+    """System calls by name.
+
+    Offsets and lengths in bytes; everything raises OSError, statements sqlite3.Error.
+    """
 
     def make_folder(self, path: Path) -> None:
         """Make the folder and its parents, if they are missing."""
         path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
 
     def open_folder(self, path: Path) -> int:
-        """A handle of the folder: what is opened relative to it stays inside, whatever becomes of the path."""
+        """A handle of the folder: what is opened relative to it stays inside, whatever becomes of
+        the path.
+        """
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def close(self, fd: int) -> None:
@@ -67,7 +73,9 @@ class Files:
         return os.fstat(fd).st_size
 
     def size(self, path: Path) -> int:
-        """Bytes that the file takes on the disk, or will once they are written; 0 if it is not there."""
+        """Bytes that the file takes on the disk, or will once they are written; 0 if it is not
+        there.
+        """
         try:
             status = path.lstat()
         except FileNotFoundError:
@@ -89,7 +97,9 @@ class Files:
             raise
 
     def create(self, folder: int, name: str) -> int:
-        """Make a new file; FileExistsError if there is anything of that name, even a dangling link."""
+        """Make a new file; FileExistsError if there is anything of that name, even a dangling
+        link.
+        """
         return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY, FILE_MODE, dir_fd=folder)
 
     def allocate(self, fd: int, length: int) -> None:
@@ -127,12 +137,18 @@ class Files:
             return False
 
     def read_ahead(self, fd: int, offset: int, length: int) -> None:
-        """Have this range in memory afterwards. By reading: a mere request is cut into small ones by the kernel."""
+        """Have this range in memory afterwards.
+
+        By reading: a mere request is cut into small ones by the kernel.
+        """
         for start in range(offset, offset + length, len(_THROWN_AWAY)):
             os.preadv(fd, [_THROWN_AWAY[: offset + length - start]], start)
 
     def lock(self, fd: int, byte: int) -> bool:
-        """Lock one byte of a file for this open file; False if another holds it. It ends with the process or the fd."""
+        """Lock one byte of a file for this open file; False if another holds it.
+
+        It ends with the process or the fd.
+        """
         return self._lock(fd, byte, fcntl.F_OFD_SETLK, fcntl.F_WRLCK)
 
     def unlock(self, fd: int, byte: int) -> None:

@@ -1,12 +1,13 @@
-"""One opened folder of a disk tier: its index, its segments, and this process among those that share it.
+"""One opened folder of a disk tier: index, segments, and the processes that share it.
 
-    lock                  byte 0: whoever makes or remakes the index; the last: whoever writes to it or checkpoints;
-                          the others: one for each process at work
+    lock                  byte 0: held to make or remake the index
+                          last byte: held to write to the index or checkpoint it
+                          others: one per process at work
     index.db, -wal, -shm  the index (disk/index.py)
     *.seg                 the segments (disk/segments.py)
 
-A process that is at work holds the lock of its byte. The system gives it back when the process ends, however it ends;
-what a process without its lock had claimed is free again.
+A process that is at work holds the lock of its byte. The system gives it back when the process
+ends, however it ends; claims of a process without its lock are free again.
 """
 # ruff: noqa: S608 - nothing but numbers and names of ours is put into a statement's text
 
@@ -46,7 +47,10 @@ LOCK_TIMEOUT_S = 5.0
 
 
 class DiskFolder:
-    """An open folder. Thread-safe; `retire` it when `current` says that it no longer is what lies at its path."""
+    """An open folder.
+
+    Thread-safe; `retire` it when `current` says that it no longer is what lies at its path.
+    """
 
     def __init__(self, files: Files, path: Path, folder: int, lock: int) -> None:
         self.path = path
@@ -67,8 +71,10 @@ class DiskFolder:
     ) -> "DiskFolder":
         """Open what is there; make what is missing, and the index again if it is damaged.
 
-        capacity_bytes: the limit from now on, for all who share the folder; None: the one it has, or if it has none,
-        new_bytes of its path. Raises OSError, sqlite3.Error, StoreError.
+        capacity_bytes: the limit from now on, for all who share the folder; None: the one it has,
+            or if it has none, new_bytes of its path.
+
+        Raises OSError, sqlite3.Error, StoreError.
         """
         folder = files.open_folder(path)
         try:
@@ -103,7 +109,10 @@ class DiskFolder:
 
     @contextmanager
     def allocator(self, evicted: Evicted, *, may_grow: bool = True) -> Iterator[SlotAllocator]:
-        """One transaction of the index. evicted: is told what went, once that is certain."""
+        """One transaction of the index.
+
+        evicted: is told what went, once that is certain.
+        """
         gone = Evicted()
         with self.index.transaction() as run:
             yield SlotAllocator(run, self.owner, may_grow=may_grow, evicted=gone, remove=self._remove, wipe=self._wipe)
@@ -215,7 +224,10 @@ class DiskFolder:
         return salvage(self.index) if hasattr(self, "index") else Salvaged()
 
     def _make_again(self, capacity_bytes: int | None, left: Salvaged) -> DiskIndex:
-        """A new index in place of a damaged one, with what is left of that. capacity_bytes: None for what there is."""
+        """A new index in place of a damaged one, with what is left of that.
+
+        capacity_bytes: None for what there is.
+        """
         limit_bytes = capacity_bytes or self._capacity_for_all()
         fresh = self._make_index(journal_bytes_for(limit_bytes))
         try:

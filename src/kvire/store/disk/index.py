@@ -1,15 +1,17 @@
-"""The index of a disk tier: an SQLite file that says which block lies in which slot, shared by several processes.
+"""The index of a disk tier: an SQLite file that says which block lies in which slot, shared by
+several processes.
 
-Readers never wait for writers (WAL). One transaction at a time writes, in all processes together; each is small, so
-that nobody waits long and the journal stays within its share of the limit. SQLite's own locks hold on one machine
-only: a folder on a network file system cannot be shared between machines.
+Readers never wait for writers (WAL). One transaction at a time writes, in all processes together;
+each is small, so that nobody waits long and the journal stays within its share of the limit.
+SQLite's own locks hold on one machine only: a folder on a network file system cannot be shared
+between machines.
 
-Nothing that the file says is believed unchecked: disk/rows.py has what each column may hold. An index that says what
-it cannot say, contradicts itself or keeps a statement busy for ever is damaged (`is_damage`), and is made again from
-the segments, which hold the truth.
+Nothing that the file says is believed unchecked: disk/rows.py has what each column may hold. An
+index that says what it cannot say, contradicts itself or keeps a statement busy for ever is damaged
+(`is_damage`), and is made again from the segments, which hold the truth.
 
-No process checkpoints while another one commits (`writing`): SQLite before 3.51.3 may lose what was committed when
-both happen at one moment (sqlite.org/wal.html, "The WAL-Reset Bug").
+No process checkpoints while another one commits (`writing`): SQLite before 3.51.3 may lose what was
+committed when both happen at one moment (sqlite.org/wal.html, "The WAL-Reset Bug").
 """
 # ruff: noqa: S608 - nothing but numbers and names of ours is put into a statement's text
 
@@ -30,11 +32,12 @@ from kvire.store.disk.files import Files
 from kvire.store.disk.rows import GONE, READY, Column, IndexDamagedError, check_rows, column
 from kvire.store.disk.segments import SLOT_BITS
 
-# Of the tables and of the slots; PRAGMA user_version. With a new one at least one statement of the schema is another,
-# so that a damaged number is not taken for a newer version.
+# Of the tables and of the slots; PRAGMA user_version. With a new one at least one statement of the
+# schema is another, so that a damaged number is not taken for a newer version.
 FORMAT = 1
 PAGE_BYTES = 4096
-# What the index takes at most per slot, and besides; measured: at most 520 bytes of a full tier (docs/adr/0013).
+# What the index takes at most per slot, and besides; measured: at most 520 bytes of a full tier
+# (docs/adr/0013).
 SLOT_INDEX_BYTES = 704
 BASE_INDEX_BYTES = 320 * 1024
 SHARED_MEMORY_BYTES = 64 * 1024  # index.db-shm for the largest journal
@@ -43,7 +46,8 @@ MOST_NAMESPACES, MOST_NAMESPACE_BYTES = 32, 4096
 BUSY_TIMEOUT_S = 5.0
 MOST_ABOVE = 1 << 16  # blocks of one prompt; in a damaged index they may go in a circle
 MOST_ASKED = 400  # ids in one query: SQLite of 2019 takes 999 values
-# A statement that takes more of its thread's time goes round in circles: others of its kind take milliseconds.
+# A statement that takes more of its thread's time goes round in circles: others of its kind take
+# milliseconds.
 STATEMENT_CPU_S = 1.0
 LONG_CPU_S = 10.0  # for those that read much, and find an end by themselves: 0.5 s for 65,536 blocks of one prompt
 INSTRUCTIONS_PER_LOOK = 20_000  # SQLite's, between two looks at the time
@@ -93,7 +97,8 @@ END;
 PRAGMA user_version = {FORMAT};
 """
 
-# Blocks that were pinned when the index was lost, until they are found again. Folders of before it came get it too.
+# Blocks that were pinned when the index was lost, until they are found again. Folders of before it
+# came get it too.
 PINS = """
 CREATE TABLE pins (key BLOB NOT NULL, grp INTEGER NOT NULL, PRIMARY KEY (key, grp)) WITHOUT ROWID;
 """
@@ -102,7 +107,9 @@ Run = Callable[..., list[tuple[Any, ...]]]  # run(sql, *values) -> rows
 
 
 class JournalFullError(Exception):
-    """The journal has no room for another transaction: somebody reads for long, or the disk is full."""
+    """The journal has no room for another transaction: somebody reads for long, or the disk is
+    full.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +153,11 @@ class Watch(local):
 
 
 class DiskIndex:
-    """Connections to one index file: one that writes, and as many that read as there are threads reading.
+    """Connections to one index file: one that writes, and as many that read as there are threads
+    reading.
 
-    journal_bytes: what its journal may take. writing: nobody else, in any process, writes or checkpoints meanwhile.
+    journal_bytes: what its journal may take. writing: nobody else, in any process, writes or
+        checkpoints meanwhile.
     identity: which file it is; another one may lie there later.
     """
 
@@ -220,7 +229,9 @@ class DiskIndex:
         return self._files.size(self._journal) > self.journal_bytes // 4
 
     def current(self) -> bool:
-        """Whether this index still is the one that lies at its path, and can be written as far as is known."""
+        """Whether this index still is the one that lies at its path, and can be written as far as
+        is known.
+        """
         return not self._broken and self.is_in_place()
 
     def is_in_place(self) -> bool:
@@ -231,7 +242,10 @@ class DiskIndex:
             return False
 
     def place(self, block_id: BlockId, now: float, run: Run | None = None) -> Location | None:
-        """Where a block lies. run: of the transaction in which to look."""
+        """Where a block lies.
+
+        run: of the transaction in which to look.
+        """
         rows = (run or self.query)(
             "SELECT slot, slot_bytes, frame_bytes FROM blocks WHERE key = ? AND grp = ? AND "
             "(expires IS NULL OR expires > ? OR pinned)",
@@ -260,8 +274,8 @@ class DiskIndex:
         return found
 
     def unused_above(self, key: BlockKey, before: float, now: float) -> list[BlockId]:
-        """The block and all that come before it in its prompt, of all groups, first one first, as far as unused since
-        `before`. What has expired stays so.
+        """The block and all that come before it in its prompt, of all groups, first one first, as
+        far as unused since `before`. What has expired stays so.
         """
         rows = self.query(
             "WITH RECURSIVE above (key, parent, nth) AS ("
@@ -309,14 +323,18 @@ class DiskIndex:
         return rows
 
     def _must_be_sound(self, error: Exception) -> None:
-        """Raises IndexDamagedError if the error of a statement is the file's fault, though SQLite does not say so."""
+        """Raises IndexDamagedError if the error of a statement is the file's fault, though SQLite
+        does not say so.
+        """
         if isinstance(error, UnicodeDecodeError):  # text of a damaged schema, in an error that SQLite wants to tell
             raise IndexDamagedError(str(error)) from error
         if self._is_no_longer_written(error):
             raise IndexDamagedError("its first page says that it cannot be written") from error
 
     def _is_no_longer_written(self, error: Exception) -> bool:
-        """Whether it is the file's own word that keeps others from writing, and not a disk that is read only."""
+        """Whether it is the file's own word that keeps others from writing, and not a disk that is
+        read only.
+        """
         if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_READONLY:
             return False
         return self._files.beginning(self.path, 20)[18:] != WAL_VERSION
@@ -333,7 +351,10 @@ class DiskIndex:
         return connection
 
     def _prepare(self) -> None:
-        """Make the tables in an empty file; refuse those of another format. Raises StoreError, IndexDamagedError."""
+        """Make the tables in an empty file; refuse those of another format.
+
+        Raises StoreError, IndexDamagedError.
+        """
         [(version,)] = self._run("PRAGMA user_version")
         found = dict(self._run("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
         if version == 0 and not found:

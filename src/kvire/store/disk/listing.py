@@ -16,9 +16,12 @@ from kvire.store.tier import Entry, TierStats
 
 
 def leftovers(access: DiskAccess, evicted: Evicted, *, free: bool) -> int:
-    """Bytes that ended processes had claimed and that no block lies in. free: give them back now.
+    """Bytes that ended processes had claimed and that no block lies in.
 
-    Whoever has the folder open frees them by and by; this is for those who want to know. Raises TierUnavailable.
+    free: give them back now.
+
+    Whoever has the folder open frees them by and by; this is for those who want to know. Raises
+    TierUnavailable.
     """
     size_bytes = 0
     with access.changes() as folder:
@@ -40,7 +43,10 @@ AT_ONCE = 512  # entries read at a time, so that no reader holds up the journal 
 
 @dataclass(frozen=True, slots=True)
 class TenantUse:
-    """What a tenant takes. evictions: of its blocks, by this process."""
+    """What a tenant takes.
+
+    evictions: of its blocks, by this process.
+    """
 
     bytes: int
     blocks: int

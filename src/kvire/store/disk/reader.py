@@ -1,4 +1,6 @@
-"""Reads frames from a disk tier's folder: where a block lies, its slot, and what to do if it lies there no longer."""
+"""Reads frames from a disk tier's folder: where a block lies, its slot, and what to do if it lies
+there no longer.
+"""
 
 import logging
 import threading
@@ -23,7 +25,10 @@ MOST_WAITING = 1 << 14
 
 
 class ReadAhead:
-    """A thread that reads what others will read soon, and throws it away. An error is theirs to meet, not its own."""
+    """A thread that reads what others will read soon, and throws it away.
+
+    An error is theirs to meet, not its own.
+    """
 
     def __init__(self, access: DiskAccess) -> None:
         self._access = access
@@ -68,7 +73,9 @@ class ReadAhead:
                 log.exception("reading ahead failed")
 
     def _next_run(self) -> list[Location]:
-        """Slots that follow each other, from the first that is wanted on; called with the lock held."""
+        """Slots that follow each other, from the first that is wanted on; called with the lock
+        held.
+        """
         run = [self._wanted.popleft()]
         while self._wanted and run[-1].is_before(self._wanted[0]) and len(run) * run[0].slot_bytes < RUN_BYTES:
             run.append(self._wanted.popleft())
@@ -87,7 +94,10 @@ MOST_AT_ONCE = 64  # slots per call to the system, which takes a limited number 
 
 
 class DiskReader:
-    """Reads for one DiskTier; thread-safe. evicted: is told of blocks whose file turns out to be gone."""
+    """Reads for one DiskTier; thread-safe.
+
+    evicted: is told of blocks whose file turns out to be gone.
+    """
 
     def __init__(self, access: DiskAccess, evicted: Evicted) -> None:
         self._access = access
@@ -144,7 +154,10 @@ class DiskReader:
         raise BlockMissing(f"{self._access.path} does not hold the block")
 
     def read_run(self, ids: Sequence[BlockId], buffers: Sequence[Sequence[Buffer]]) -> list[ReadOutcome]:
-        """See ReadsRuns. What lies side by side is read at once; whatever is not as expected, again and by itself."""
+        """See ReadsRuns.
+
+        What lies side by side is read at once; whatever is not as expected, again and by itself.
+        """
         sizes: dict[int, int] = {}
         with suppress(TierUnavailable), self._access.reads() as folder:
             if folder is not None:
@@ -161,7 +174,9 @@ class DiskReader:
         buffers: Sequence[Sequence[Buffer]],
         sizes: dict[int, int],
     ) -> None:
-        """Put lengths of frames that lay where the index says into `sizes`, by their place in `ids`."""
+        """Put lengths of frames that lay where the index says into `sizes`, by their place in
+        `ids`.
+        """
         found = self._found
         places = {block_id: place for block_id in ids if (place := found.pop(block_id, None)) is not None}
         if unknown := [block_id for block_id in ids if block_id not in places]:
@@ -187,7 +202,9 @@ class DiskReader:
             return error
 
     def _not_there(self, folder: DiskFolder, block_id: BlockId, place: Location) -> None:
-        """The slot does not hold the block: it moved while it was read, or its file is gone or was written over."""
+        """The slot does not hold the block: it moved while it was read, or its file is gone or was
+        written over.
+        """
         try:
             with folder.allocator(self._evicted) as allocator:
                 if folder.index.place(block_id, self._access.now(), allocator.run) == place:
@@ -213,7 +230,9 @@ class DiskReader:
 
 
 def _is_frame(head: bytes | None, got: int, block_id: BlockId, place: Location, size: int) -> bool:
-    """Whether a slot that was read holds the block that the index says, and at least `size` bytes of it came."""
+    """Whether a slot that was read holds the block that the index says, and at least `size` bytes
+    of it came.
+    """
     return head is not None and got >= size and is_head_of(head, block_id, place.frame_bytes)
 
 

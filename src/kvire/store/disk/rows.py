@@ -1,6 +1,9 @@
-"""What each column of the index may hold. A damaged file can say anything, of any type; nothing of it goes further.
+"""What each column of the index may hold.
 
-Every column that a statement reads has its name here: one that is computed is given a name of these (AS).
+A damaged file can say anything, of any type; nothing of it goes further.
+
+Every column that a statement reads has its name here: one that is computed is given a name of these
+(AS).
 """
 
 import json
@@ -24,21 +27,29 @@ class IndexDamagedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What a column may hold. fits: one value, or all of several, which is faster for many."""
+    """What a column may hold.
+
+    fits: one value, or all of several, which is faster for many.
+    """
 
     fits: Callable[[Any], bool]
     all_fit: Callable[[Sequence[Any]], bool]
 
 
 def column(name: str) -> Column:
-    """The column of this name; every one that a statement reads has to be here. Raises IndexDamagedError."""
+    """The column of this name; every one that a statement reads has to be here.
+
+    Raises IndexDamagedError.
+    """
     if (known := _COLUMNS.get(name)) is None:  # SQLite tells names as the schema in the file spells them
         raise IndexDamagedError(f"it has a column {name!r}")
     return known
 
 
 def check_rows(columns: Sequence[Column], rows: Sequence[tuple[Any, ...]]) -> None:
-    """Raises IndexDamagedError unless all values are of the type and in the range of their columns."""
+    """Raises IndexDamagedError unless all values are of the type and in the range of their
+    columns.
+    """
     if len(rows) <= FEW_ROWS:
         sound = all(one.fits(value) for row in rows for one, value in zip(columns, row, strict=True))
     else:

@@ -1,4 +1,6 @@
-"""What a damaged index still says of things that lie nowhere else: the limit, pins, and notes of namespaces."""
+"""What a damaged index still says of things that lie nowhere else: the limit, pins, and notes of
+namespaces.
+"""
 # ruff: noqa: S608 - nothing but names of ours is put into a statement's text
 
 import sqlite3
@@ -17,7 +19,10 @@ Rows = list[tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Salvaged:
-    """Rows of tables as they were. capacity_bytes: None if the index does not say."""
+    """Rows of tables as they were.
+
+    capacity_bytes: None if the index does not say.
+    """
 
     capacity_bytes: int | None = None
     pins: Rows = field(default_factory=list)

@@ -1,13 +1,13 @@
 """Segment files: fixed slots for frames of about one size, made as a whole and reused for ever.
 
-A slot is a head of HEAD_BYTES and a frame behind it. The head says whose frame it is, so that a reader notices a slot
-that was given to another block meanwhile, and so that a lost index can be made again from the segments alone. It is
-written last and wiped first: a slot with a valid head holds a whole frame, unless the power failed (then the frame's
-own checksum says so).
+A slot is a head of HEAD_BYTES and a frame behind it. The head says whose frame it is, so that a
+reader notices a slot that was given to another block meanwhile, and so that a lost index can be
+made again from the segments alone. It is written last and wiped first: a slot with a valid head
+holds a whole frame, unless the power failed (then the frame's own checksum says so).
 
-Head, little endian: 0 8 magic "KVSLOT" and u16 version | 8 32 key | 40 32 parent | 72 32 root | 104 16 tenant tag |
-120 16 content | 136 u16 group, u16 zero | 140 u32 index | 144 u64 frame bytes | 152 f64 created | 160 f64 lifetime in
-seconds, 0 for none | 168 zeros | 184 u64 XXH3 of bytes 0 to 184.
+Head, little endian: 0 8 magic "KVSLOT" and u16 version | 8 32 key | 40 32 parent | 72 32 root | 104
+16 tenant tag | 120 16 content | 136 u16 group, u16 zero | 140 u32 index | 144 u64 frame bytes | 152
+f64 created | 160 f64 lifetime in seconds, 0 for none | 168 zeros | 184 u64 XXH3 of bytes 0 to 184.
 """
 
 import errno
@@ -41,7 +41,10 @@ _ZEROS = memoryview(bytes(1 << 20))
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """Whose frame a slot holds. created in seconds since the epoch; ttl_s: None for no end."""
+    """Whose frame a slot holds. created in seconds since the epoch.
+
+    ttl_s: None for no end.
+    """
 
     key: BlockKey
     group: int
@@ -81,7 +84,9 @@ class SlotHeader:
 
 
 def is_head_of(head: bytes, block_id: BlockId, frame_bytes: int) -> bool:
-    """Whether these HEAD_BYTES are the head of that block's frame; as SlotHeader.decode tells, but sooner."""
+    """Whether these HEAD_BYTES are the head of that block's frame; as SlotHeader.decode tells, but
+    sooner.
+    """
     group, _, _, length = _WHOSE.unpack_from(head, _WHOSE_AT)
     return (
         head[:_WHOSE_KEY] == _MAGIC + block_id.key
@@ -121,7 +126,8 @@ class _Open:
 class SegmentFiles:
     """The segment files of one folder: `folder` is its open handle. Thread-safe.
 
-    A file's name says how its slots are cut: two hexadecimal numbers, the segment's id and the slots' size.
+    A file's name says how its slots are cut: two hexadecimal numbers, the segment's id and the
+    slots' size.
     """
 
     def __init__(self, files: Files, folder: int) -> None:
@@ -149,7 +155,10 @@ class SegmentFiles:
         return segments
 
     def make(self, segment: int, slot_bytes: int, slots: int) -> None:
-        """Make a segment's file with all its room. Whatever else has that name, a link say, is removed first."""
+        """Make a segment's file with all its room.
+
+        Whatever else has that name, a link say, is removed first.
+        """
         name = self.name(segment, slot_bytes)
         try:
             fd = self._files.create(self._folder, name)
@@ -183,7 +192,9 @@ class SegmentFiles:
             return min(MOST_SLOTS, self._files.length(fd) // slot_bytes)
 
     def drop(self, segment: int) -> None:
-        """Close a segment's file here, as soon as nobody uses it: it was removed by another process."""
+        """Close a segment's file here, as soon as nobody uses it: it was removed by another
+        process.
+        """
         with self._lock:
             if (entry := self._open.pop(segment, None)) is not None:
                 entry.dropped = True
@@ -200,9 +211,11 @@ class SegmentFiles:
             raise
 
     def read(self, slot: int, slot_bytes: int, buffers: Sequence[memoryview]) -> tuple[bytes | None, int]:
-        """Fill `buffers` with the slot's frame: its head (None: it changed meanwhile) and how many bytes were there.
+        """Fill `buffers` with the slot's frame: its head (None: it changed meanwhile) and how many
+        bytes were there.
 
-        The head is looked at again in the end: whoever writes wipes it first, so a frame is of one piece.
+        The head is looked at again in the end: whoever writes wipes it first, so a frame is of one
+        piece.
         """
         head, got = self.read_run(slot, slot_bytes, [buffers])[0]
         again = bytearray(HEAD_BYTES)
@@ -213,7 +226,8 @@ class SegmentFiles:
     def read_run(
         self, slot: int, slot_bytes: int, buffers: Sequence[Sequence[memoryview]]
     ) -> list[tuple[bytes | None, int]]:
-        """Fill each slot's buffers, of neighbouring slots from `slot` on, by one call to the system: heads and lengths.
+        """Fill each slot's buffers, of neighbouring slots from `slot` on, by one call to the
+        system: heads and lengths.
 
         A slot that is written meanwhile may come in parts: for those who verify frames.
         """
@@ -241,7 +255,9 @@ class SegmentFiles:
             self._files.write(fd, memoryview(head.encode()), offset)
 
     def wipe(self, slot: int, slot_bytes: int, frame_bytes: int) -> None:
-        """Overwrite the slot's head and the first `frame_bytes` of its frame, so that nobody takes it for a block."""
+        """Overwrite the slot's head and the first `frame_bytes` of its frame, so that nobody takes
+        it for a block.
+        """
         offset = place_of(slot) * slot_bytes
         end = offset + HEAD_BYTES + frame_bytes
         with self._borrow(segment_of(slot), slot_bytes) as fd:
@@ -249,7 +265,9 @@ class SegmentFiles:
                 self._files.write(fd, _ZEROS[: end - start], start)
 
     def read_ahead(self, slot: int, slot_bytes: int, length: int) -> None:
-        """Bring the slot's head and `length` bytes from there on into memory, unless the first and last are there."""
+        """Bring the slot's head and `length` bytes from there on into memory, unless the first and
+        last are there.
+        """
         offset, length = place_of(slot) * slot_bytes, HEAD_BYTES + length
         with self._borrow(segment_of(slot), slot_bytes) as fd:
             if not (self._files.is_cached(fd, offset) and self._files.is_cached(fd, offset + length - 1)):

@@ -1,12 +1,14 @@
-"""The disk tier: frames in a folder that several processes share, within a limit that holds at every moment.
+"""The disk tier: frames in a folder that several processes share, within a limit that holds at
+every moment.
 
-Read on: disk/reader.py, disk/allocator.py (which block gets which slot), disk/segments.py (slots), disk/index.py
-(where each block is), disk/folder.py (one opened folder), disk/access.py (what happens when it fails),
-disk/upkeep.py (the thread beside).
+Read on: disk/reader.py, disk/allocator.py (which block gets which slot), disk/segments.py (slots),
+disk/index.py (where each block is), disk/folder.py (one opened folder), disk/access.py (what
+happens when it fails), disk/upkeep.py (the thread beside).
 
-A write claims a slot in the index, fills it, and enters the block: at no moment does the index name a slot that is not
-wholly written. Whoever dies in between leaves a claim that others free. Nothing is synced before a write returns: a
-loss of power may cost the last blocks, never give wrong ones, since each frame carries its checksum.
+A write claims a slot in the index, fills it, and enters the block: at no moment does the index name
+a slot that is not wholly written. Whoever dies in between leaves a claim that others free. Nothing
+is synced before a write returns: a loss of power may cost the last blocks, never give wrong ones,
+since each frame carries its checksum.
 """
 
 import json
@@ -38,12 +40,15 @@ KEPT_WHEN_CLEARED = ("settings", "written", "namespaces")
 
 
 class DiskTier:
-    """Tier in the folder at `path`; everything of the tier protocol, and what a listing or an explanation asks.
+    """Tier in the folder at `path`: the tier protocol, and queries for listings and explanations.
 
-    capacity_bytes: what `du` of the folder says at most, for all processes that share it: the last one that gives a
-    limit sets it; None takes what the folder has. At least MIN_CAPACITY_BYTES. new_bytes: says, for the path, what a
-    folder without a limit gets; None: such a folder is refused. writes_per_day_bytes: of all processes; None: no limit.
-    files, wall, elapsed: the system, replaced in tests. Nothing is opened before the first call.
+    capacity_bytes: limit of `du` of the folder, for all processes that share it: the last one that
+        gives a limit sets it; None takes the folder's own. At least MIN_CAPACITY_BYTES.
+    new_bytes: size, by path, of a folder without a limit; None: such a folder is refused.
+    writes_per_day_bytes: of all processes; None: no limit.
+    files, wall, elapsed: the system, replaced in tests.
+
+    Nothing is opened before the first call.
     """
 
     kind = TierKind.DISK
@@ -78,7 +83,10 @@ class DiskTier:
         self._lock = threading.Lock()
 
     def open(self) -> Self:
-        """Open the folder now, making what is missing. Raises StoreError if this is no place for a store."""
+        """Open the folder now, making what is missing.
+
+        Raises StoreError if this is no place for a store.
+        """
         self._access.open()
         self._upkeep.start()
         return self
@@ -91,7 +99,9 @@ class DiskTier:
 
     @property
     def degraded(self) -> str:
-        """What the last call that failed said, while no later one of its kind succeeded; else empty."""
+        """What the last call that failed said, while no later one of its kind succeeded; else
+        empty.
+        """
         return self._access.writing.error or self._access.reading.error
 
     def held(self, ids: Sequence[BlockId], timeout_s: float | None = None) -> list[bool]:  # noqa: ARG002
@@ -107,7 +117,10 @@ class DiskTier:
         return self._reader.read_run(ids, buffers)
 
     def peek(self, block_id: BlockId, buffer: Buffer) -> int:
-        """Fill `buffer` with the first bytes of the block's frame; how many. Errors as in `read`."""
+        """Fill `buffer` with the first bytes of the block's frame; how many.
+
+        Errors as in `read`.
+        """
         return self._reader.read(block_id, [buffer], whole=False)
 
     def write(self, record: BlockRecord, frame: Buffer, tenant_tag: bytes, *, ttl_s: float | None = None) -> bool:
@@ -218,7 +231,10 @@ class DiskTier:
         return [BlockKey(root) for (root,) in self._ask("SELECT DISTINCT root FROM blocks WHERE content = ?", content)]
 
     def note_namespace(self, root: BlockKey, fields: Mapping[str, str]) -> None:
-        """Remember what a root stands for; the last MOST_NAMESPACES are kept. Raises TierUnavailable."""
+        """Remember what a root stands for; the last MOST_NAMESPACES are kept.
+
+        Raises TierUnavailable.
+        """
         text = json.dumps(dict(fields), sort_keys=True)
         if len(text) > MOST_NAMESPACE_BYTES:
             raise ValueError(f"the fields of a namespace take {len(text)} bytes, more than {MOST_NAMESPACE_BYTES}")
@@ -234,14 +250,22 @@ class DiskTier:
         return {BlockKey(root): json.loads(text) for root, text in self._ask("SELECT root, fields FROM namespaces")}
 
     def tenants(self) -> dict[bytes, TenantUse]:
-        """What each tenant takes, by its tag; evictions: by this process. Raises TierUnavailable."""
+        """What each tenant takes, by its tag; evictions: by this process.
+
+        Raises TierUnavailable.
+        """
         rows = self._ask("SELECT tag, bytes, blocks FROM tenants")
         evicted = self._evicted.tenants
         use = {tag: TenantUse(0, 0, count) for tag, count in evicted.items()}
         return use | {tag: TenantUse(size, blocks, evicted[tag]) for tag, size, blocks in rows}
 
     def leftovers(self, *, free: bool) -> int:
-        """Bytes that ended processes had claimed and left; free: give them back now. Raises TierUnavailable."""
+        """Bytes that ended processes had claimed and left.
+
+        free: give them back now.
+
+        Raises TierUnavailable.
+        """
         return leftovers(self._access, self._evicted, free=free)
 
     def stats(self) -> TierStats:

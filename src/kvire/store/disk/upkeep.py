@@ -1,4 +1,6 @@
-"""What a disk tier does beside its calls, on a thread of its own: small transactions, so that nobody waits long."""
+"""What a disk tier does beside its calls, on a thread of its own: small transactions, so that
+nobody waits long.
+"""
 # ruff: noqa: S608 - nothing but numbers and names of ours is put into a statement's text
 
 import logging
@@ -28,7 +30,10 @@ MOST_TOUCHED = 1 << 17
 
 
 class Touches:
-    """Blocks that were used, and when last, until somebody writes it down. Thread-safe; full, it takes no more."""
+    """Blocks that were used, and when last, until somebody writes it down.
+
+    Thread-safe; full, it takes no more.
+    """
 
     def __init__(self) -> None:
         self._used: dict[BlockId, float] = {}
@@ -174,7 +179,9 @@ class Upkeep:
         return bool(rows)
 
     def _shrink(self, folder: DiskFolder) -> bool:
-        """Give segments back while the folder takes more than it may, since the limit was lowered."""
+        """Give segments back while the folder takes more than it may, since the limit was
+        lowered.
+        """
         if spare_bytes(folder.index.query) >= 0:
             return False
         must_be_as_long_as_files(folder)
@@ -221,7 +228,9 @@ class Upkeep:
 
     @staticmethod
     def _sync(folder: DiskFolder) -> None:
-        """Data first, then the index that names it, so that a loss of power leaves few names without their data."""
+        """Data first, then the index that names it, so that a loss of power leaves few names
+        without their data.
+        """
         unsynced = folder.index.query("SELECT id, slot_bytes, used FROM segments WHERE unsynced AND state = ?", READY)
         for segment, slot_bytes, _ in unsynced:
             with suppress(FileNotFoundError):
@@ -246,8 +255,8 @@ def look_over(folder: DiskFolder) -> None:
 
 
 def must_be_as_long_as_files(folder: DiskFolder) -> None:
-    """Before blocks are given up for want of room: are the segments as large as the index says? Raises
-    IndexDamagedError.
+    """Before blocks are given up for want of room: are the segments as large as the index says?
+    Raises IndexDamagedError.
     """
     rows = folder.index.query("SELECT id, slot_bytes, slots FROM segments WHERE state = ?", READY)
     for segment, slot_bytes, slots in rows:
@@ -289,8 +298,8 @@ def reclaim(allocator: SlotAllocator, owner: int) -> None:
 def remove_rows(folder: DiskFolder, allocator: SlotAllocator, sql: str, values: tuple[object, ...], reason: str) -> int:
     """Remove the blocks that a query names (slot, slot_bytes, frame_bytes, tenant); how many.
 
-    Their heads are wiped before the index forgets them, so that none comes back if the index is lost; what was to
-    be forgotten is overwritten.
+    Their heads are wiped before the index forgets them, so that none comes back if the index is
+    lost; what was to be forgotten is overwritten.
     """
     rows = allocator.run(sql, *values)
     for slot, slot_bytes, frame_bytes, tenant in rows:
@@ -318,7 +327,8 @@ def overwrite_free(folder: DiskFolder, at_once: int) -> None:
 
 
 def vanished(folder: DiskFolder, allocator: SlotAllocator, block_id: BlockId, place: Location) -> None:
-    """A block does not lie where the index says: drop its segment if the file is gone, else believe the slot.
+    """A block does not lie where the index says: drop its segment if the file is gone, else believe
+    the slot.
 
     Raises IndexDamagedError if the index contradicts itself about the block.
     """

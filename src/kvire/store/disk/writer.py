@@ -1,4 +1,7 @@
-"""How a block gets into a disk tier: claim a slot, fill it, enter it. Each step leaves what others can clean up."""
+"""How a block gets into a disk tier: claim a slot, fill it, enter it.
+
+Each step leaves what others can clean up.
+"""
 
 import sqlite3
 from collections.abc import Callable, Sequence
@@ -13,15 +16,17 @@ from kvire.store.disk.segments import SlotHeader
 from kvire.store.eviction.order import CutOff
 
 DAY_S = 86_400
-# To write below a block is a use of all that come before. It costs a prompt of 8,000 blocks 0.1 s and 12 MB of journal:
-# so it is noted once in so long, and when the prompt's turn to make room has come.
+# To write below a block is a use of all that come before. It costs a prompt of 8,000 blocks 0.1 s
+# and 12 MB of journal: so it is noted once in so long, and when the prompt's turn to make room has
+# come.
 NOTED_EVERY_S, NOTED_IN_ITS_TURN_S = 15.0, 1.0
 GROW_AGAIN_AFTER_S = 2.0
 
 
 class DiskWriter:
-    """The writing side of one tier. Thread-safe. writes_per_day_bytes: of all processes together; None: no limit.
+    """The writing side of one tier. Thread-safe.
 
+    writes_per_day_bytes: of all processes together; None: no limit.
     used: notes down that blocks were used at a time.
     """
 
@@ -103,7 +108,9 @@ class DiskWriter:
             self._used(folder, above, head.created)
 
     def _make(self, folder: DiskFolder, segment: Segment) -> bool:
-        """Make the file of a segment that the index already counts; False if the file system has no room for it."""
+        """Make the file of a segment that the index already counts; False if the file system has no
+        room for it.
+        """
         try:
             folder.segments.make(segment.id, segment.slot_bytes, segment.slots)
             with folder.index.transaction() as run:

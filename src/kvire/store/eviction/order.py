@@ -1,4 +1,6 @@
-"""Which blocks make room: those of the least rank, children before parents, from the tenant that takes most."""
+"""Which blocks make room: those of the least rank, children before parents, from the tenant that
+takes most.
+"""
 
 import heapq
 from collections import OrderedDict
@@ -15,8 +17,10 @@ MOST_CUT_OFF = 1024  # blocks without room that are remembered
 
 
 class CutOff:
-    """Keys of blocks that lately found no room because their own prompt fills the tier. What follows one of them, in
-    any group, is cut off as well: the end of a prompt is of no use without its beginning.
+    """Keys of blocks that lately found no room because their own prompt fills the tier.
+
+    What follows one of them, in any group, is cut off as well: the end of a prompt is of no use
+    without its beginning.
     """
 
     def __init__(self) -> None:
@@ -44,7 +48,8 @@ class Candidate:
     index, start_tokens: which block of its prompt, and the tokens before it.
     taken_bytes: what its going frees.
     readers: reads under way; it does not go meanwhile.
-    uses, order: how often it was used since it came; its rank and the time of its last use, which decide who goes.
+    uses, order: how often it was used since it came; its rank and the time of its last use, which
+        decide who goes.
     indexed, queued: whether it is in the order, and in the heap of its tenant.
     """
 
@@ -64,7 +69,10 @@ class Candidate:
 
 @dataclass(slots=True)
 class TenantBlocks:
-    """What one tenant takes, and how many of its blocks had to make room. heap: order, -index, tie, block."""
+    """What one tenant takes, and how many of its blocks had to make room.
+
+    heap: order, -index, tie, block.
+    """
 
     used_bytes: int = 0
     blocks: int = 0
@@ -78,8 +86,8 @@ C = TypeVar("C", bound=Candidate)
 class EvictionOrder(Generic[C]):
     """Blocks by tenant in the order in which they would go. Not thread-safe.
 
-    A parent was used whenever a child was, of any group: its order is raised when it comes up before one. A single
-    tenant gets all there is; several get equal shares when they compete.
+    A parent was used whenever a child was, of any group: its order is raised when it comes up
+    before one. A single tenant gets all there is; several get equal shares when they compete.
     """
 
     def __init__(self, policy: EvictionPolicy | None = None) -> None:
@@ -142,13 +150,15 @@ class EvictionOrder(Generic[C]):
             heapq.heappush(self.tenants[slot.tenant_tag].heap, item)
 
     def victims(self, missing_bytes: int, tenant_tag: bytes, written: BlockKey, parent: BlockKey) -> list[C]:
-        """Blocks that together free so much, in the order in which they go; none at all if that is not possible.
+        """Blocks that together free so much, in the order in which they go; none at all if that is
+        not possible.
 
-        written, parent: the block that needs the room, and the one before it, which is in use now with all before it.
-        If nothing else could go, one prompt fills the tier: nothing goes, neither for the block nor for what follows it
-        in that prompt (CutOff).
-        They come from the tenants that take at least as much as the one that writes, most first: nobody below the equal
-        share loses anything to somebody above it. The caller removes them, or queues them again.
+        written, parent: the block that needs the room, and the one before it, which is in use now
+            with all before it. If nothing else could go, one prompt fills the tier: nothing goes,
+            neither for the block nor for what follows it in that prompt (CutOff). They come from
+            the tenants that take at least as much as the one that writes, most first: nobody below
+            the equal share loses anything to somebody above it. The caller removes them, or queues
+            them again.
         """
         victims: list[C] = []
         if parent in self.cut_off:
@@ -198,8 +208,9 @@ class EvictionOrder(Generic[C]):
         return found
 
     def _hold(self, key: BlockKey) -> list[C]:
-        """The block is in use now, in all its groups, and with it all before it: `_raise`. Nothing of them goes until
-        the caller takes their reader back.
+        """The block is in use now, in all its groups, and with it all before it: `_raise`.
+
+        Nothing of them goes until the caller takes their reader back.
         """
         held = []
         stamp = self._next_stamp()
@@ -211,8 +222,8 @@ class EvictionOrder(Generic[C]):
         return held
 
     def _raise(self, slot: C) -> None:
-        """The block was used when the newest of those below it was, and all between them: one pass for a whole prompt,
-        not one for each of its blocks.
+        """The block was used when the newest of those below it was, and all between them: one pass
+        for a whole prompt, not one for each of its blocks.
         """
         path, newest = [slot], slot
         while True:

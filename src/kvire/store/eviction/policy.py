@@ -1,4 +1,6 @@
-"""The protocol of an eviction policy, and the policies there are: one per file of the folder policies."""
+"""The protocol of an eviction policy, and the policies there are: one per file of the folder
+policies.
+"""
 
 from functools import cache
 from typing import ClassVar, Protocol
@@ -9,8 +11,10 @@ FOLDER = "kvire.store.eviction.policies"
 
 
 class EvictionPolicy(Protocol):
-    """Ranks blocks. The least rank goes first; of equal ranks the block unused longest, then the later one of
-    a prompt.
+    """Ranks blocks.
+
+    The least rank goes first; of equal ranks the block unused longest, then the later one of a
+    prompt.
 
     Whatever the ranks, a block never goes before one that follows it in a prompt.
 

@@ -1,8 +1,8 @@
 """One reservation of memory, handed out in extents: a hard limit that no mix of sizes can fragment.
 
-What is asked for comes in one piece where there is one, else in several, so it is there whenever enough bytes are
-free. The kernel gives pages as they are first written, huge ones where it can. Not thread-safe; copies may run beside
-each other as long as nobody gives back what is being copied.
+What is asked for comes in one piece where there is one, else in several, so it is there whenever
+enough bytes are free. The kernel gives pages as they are first written, huge ones where it can. Not
+thread-safe; copies may run beside each other as long as nobody gives back what is being copied.
 """
 
 import contextlib
@@ -26,7 +26,10 @@ class Extent(NamedTuple):
 
 
 class Arena:
-    """capacity_bytes of memory, rounded down to whole units. Raises StoreError if the system refuses them."""
+    """capacity_bytes of memory, rounded down to whole units.
+
+    Raises StoreError if the system refuses them.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = self.free_bytes = capacity_bytes // UNIT_BYTES * UNIT_BYTES
@@ -45,7 +48,9 @@ class Arena:
         return -(-size_bytes // UNIT_BYTES) * UNIT_BYTES
 
     def take(self, size_bytes: int) -> list[Extent] | None:
-        """Extents of together at least `size_bytes` > 0, or None and no change if so much is not free."""
+        """Extents of together at least `size_bytes` > 0, or None and no change if so much is not
+        free.
+        """
         missing = self.rounded(size_bytes)
         if missing > self.free_bytes:
             return None
@@ -85,12 +90,16 @@ class Arena:
             offset += count
 
     def view(self, extents: Sequence[Extent], size_bytes: int) -> memoryview | None:
-        """The first `size_bytes` of the extents where they lie; None if that is in several pieces."""
+        """The first `size_bytes` of the extents where they lie; None if that is in several
+        pieces.
+        """
         start, length = extents[0]
         return self._view[start : start + size_bytes] if size_bytes <= length else None
 
     def read(self, extents: Sequence[Extent], size_bytes: int, targets: Sequence[memoryview]) -> None:
-        """Copy the first `size_bytes` of the extents into the targets, which have room for them, in order."""
+        """Copy the first `size_bytes` of the extents into the targets, which have room for them, in
+        order.
+        """
         rest = iter(extents)
         position, left = 0, 0
         for target in targets:

@@ -1,7 +1,8 @@
-"""The memory tier: frames in one arena of this process, with a hard limit. eviction/ says which blocks make room.
+"""The memory tier: frames in one arena of this process, with a hard limit. eviction/ says which
+blocks make room.
 
-A block that is being read keeps its bytes until the read ends, whatever becomes of it meanwhile. Beside the arena each
-block costs about 1 KiB of index.
+A block that is being read keeps its bytes until the read ends, whatever becomes of it meanwhile.
+Beside the arena each block costs about 1 KiB of index.
 """
 
 import threading
@@ -52,16 +53,22 @@ class StoredFrame(Candidate):
 
 @runtime_checkable
 class Evicting(Protocol):
-    """A tier that says what it evicts to make room, while the frame can still be read through `Fill`."""
+    """A tier that says what it evicts to make room, while the frame can still be read through
+    `Fill`.
+    """
 
     on_evict: Callable[[BlockRecord, Fill], None] | None
 
 
 class MemoryTier:
-    """A Tier in memory. capacity_bytes: hard limit of all frames together. clock: seconds that never jump.
-    policy: which block is worth least, LRU by default.
+    """A Tier in memory.
 
-    on_evict: called, outside all locks, for each block that has to make room, and before its bytes are reused.
+    capacity_bytes: hard limit of all frames together.
+    clock: seconds that never jump.
+    policy: which block is worth least, LRU by default.
+    on_evict: called, outside all locks, for each block that has to make room, and before its bytes
+        are reused.
+
     Raises StoreError if the system refuses so much memory.
     """
 
@@ -201,7 +208,10 @@ class MemoryTier:
             return list(dict.fromkeys(slot.record.root for slot in slots if slot is not None))
 
     def peek(self, block_id: BlockId, buffer: Buffer) -> int:
-        """Fill `buffer` with the first bytes of the block's frame; how many. Raises BlockMissing."""
+        """Fill `buffer` with the first bytes of the block's frame; how many.
+
+        Raises BlockMissing.
+        """
         slots = self._hold([block_id])
         try:
             slot = self._found(slots[0])

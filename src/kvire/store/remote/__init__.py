@@ -1,1 +1,4 @@
-"""Tiers that other machines share: Redis and Valkey, object stores. Read first: tier.py, then backend.py."""
+"""Tiers that other machines share: Redis and Valkey, object stores.
+
+Read first: tier.py, then backend.py.
+"""

@@ -1,7 +1,9 @@
-"""What a remote tier asks of the other side: named values. remote/redis.py and remote/objects.py give it.
+"""What a remote tier asks of the other side: named values. remote/redis.py and remote/objects.py
+give it.
 
-A block's value is a stamp and then its frame. The stamp says when it was written and when it expires, in milliseconds
-since the epoch, u64 little endian each; expiry 0 is never. It is there because some servers keep no such times.
+A block's value is a stamp and then its frame. The stamp says when it was written and when it
+expires, in milliseconds since the epoch, u64 little endian each; expiry 0 is never. It is there
+because some servers keep no such times.
 """
 
 import struct
@@ -31,7 +33,9 @@ def stamp(ttl_s: float | None) -> bytes:
 
 
 def stamped(value: bytes | Buffer) -> tuple[float, float | None]:
-    """When a value was written and when it expires, in seconds since the epoch; 0 and never if it has no stamp."""
+    """When a value was written and when it expires, in seconds since the epoch; 0 and never if it
+    has no stamp.
+    """
     if len(value) < STAMP_BYTES:
         return 0.0, None
     written_ms, expires_ms = _STAMP.unpack_from(value)
@@ -40,8 +44,9 @@ def stamped(value: bytes | Buffer) -> tuple[float, float | None]:
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One value as the other side knows it. head: its first HEAD_BYTES, or fewer if it is shorter.
+    """One value as the other side knows it.
 
+    head: its first HEAD_BYTES, or fewer if it is shorter.
     expires: in seconds since the epoch, None for never.
     """
 
@@ -52,7 +57,9 @@ class StoredObject:
 
 
 class Backend(Protocol):
-    """Named values on the other side. All methods raise TierUnavailable, by the deadline at the latest.
+    """Named values on the other side.
+
+    All methods raise TierUnavailable, by the deadline at the latest.
 
     At most BATCH names in one call. Any thread.
     """
@@ -61,13 +68,21 @@ class Backend(Protocol):
         """Whether each name has a value; not even recency changes."""
 
     def get(self, name: str, buffers: Sequence[Buffer], deadline: Deadline) -> int:
-        """Fill `buffers` in order; the value's length. Raises BlockMissing, FrameDamaged("length" or "type")."""
+        """Fill `buffers` in order; the value's length.
+
+        Raises BlockMissing, FrameDamaged("length" or "type").
+        """
 
     def put(self, name: str, value: Value, ttl_s: float | None, deadline: Deadline) -> str | None:
-        """Keep the value, in place of an older one, in one step. Why not ("full" or "refused"), or None."""
+        """Keep the value, in place of an older one, in one step.
+
+        Why not ("full" or "refused"), or None.
+        """
 
     def touch(self, names: Sequence[str], ttl_s: float | None, deadline: Deadline) -> None:
-        """The values were used, the last one last; they live for `ttl_s` from now on unless they live for ever."""
+        """The values were used, the last one last; they live for `ttl_s` from now on unless they
+        live for ever.
+        """
 
     def keep(self, names: Sequence[str], ttl_s: float | None, deadline: Deadline) -> None:
         """The values live for `ttl_s` from now on, or for ever."""

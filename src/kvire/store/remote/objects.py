@@ -1,10 +1,11 @@
-"""Blocks in an object store: S3 and what speaks like it, Google's, Azure's, a shared folder, or memory for trials.
+"""Blocks in an object store: S3 and what speaks like it, Google's, Azure's, a shared folder, or
+memory for trials.
 
-An object per block, whose content is the whole frame; a put replaces it at once or not at all. obstore does the
-talking, in a thread of its own with an event loop, so that each call can be given up at its deadline whatever the
-store does. Nobody over there knows when an object was used, so a block's time to live counts from when it was written;
-an expired one counts as not there, but is listed and takes room until somebody removes it, or a lifecycle rule of the
-bucket does.
+An object per block, whose content is the whole frame; a put replaces it at once or not at all.
+obstore does the talking, in a thread of its own with an event loop, so that each call can be given
+up at its deadline whatever the store does. Nobody over there knows when an object was used, so a
+block's time to live counts from when it was written; an expired one counts as not there, but is
+listed and takes room until somebody removes it, or a lifecycle rule of the bucket does.
 """
 
 import asyncio
@@ -56,7 +57,9 @@ class ObjectBackend:
         return length
 
     def put(self, name: str, value: Value, ttl_s: float | None, deadline: Deadline) -> str | None:
-        """PUT, of a copy: the request may outlive a deadline, and with it the caller's claim on `value`."""
+        """PUT, of a copy: the request may outlive a deadline, and with it the caller's claim on
+        `value`.
+        """
         del ttl_s  # the stamp says it
         self._run(self._put(name, b"".join(value)), deadline)
         return None
@@ -101,7 +104,8 @@ class ObjectBackend:
         try:
             result = await obstore.get_async(self._store, name)
             if result.meta["size"] > capacity:
-                # obstore may hold the result until it is called again; what it would hold then is an open connection
+                # obstore may hold the result until it is called again; what it would hold then is
+                # an open connection
                 result.stream()
                 raise FrameDamaged("length")
             content = await result.bytes_async()
@@ -152,7 +156,10 @@ class ObjectBackend:
             return
 
     def _run(self, work: Coroutine[Any, Any, T], deadline: Deadline) -> T:
-        """The outcome of `work`, which is given up at the deadline. Whatever goes wrong with it is TierUnavailable."""
+        """The outcome of `work`, which is given up at the deadline.
+
+        Whatever goes wrong with it is TierUnavailable.
+        """
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._running_loop())
         except RuntimeError as error:  # closed at this very moment
@@ -189,9 +196,11 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class FolderBackend(ObjectBackend):
-    """Objects as files of a folder that others share the disk of: readable and writable by their owner only.
+    """Objects as files of a folder that others share the disk of: readable and writable by their
+    owner only.
 
-    The store itself makes them as the umask says; so the folder above all of them is closed before anything lies there.
+    The store itself makes them as the umask says; so the folder above all of them is closed before
+    anything lies there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -229,5 +238,7 @@ async def _next(listing: Any) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    """The messages of obstore go on with whole responses and requests, which are nobody's business."""
+    """The messages of obstore go on with whole responses and requests, which are nobody's
+    business.
+    """
     return (str(error).partition("\n")[0] or type(error).__name__)[:300]

@@ -1,4 +1,7 @@
-"""From the URL of `--remote` to a tier. Opens nothing: the first call does. The URLs that there are: schemes/."""
+"""From the URL of `--remote` to a tier.
+
+Opens nothing: the first call does. The URLs that there are: schemes/.
+"""
 
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
@@ -15,10 +18,13 @@ def open_remote(
     ttl_s: float | None = None,
     probe_after_s: float = PROBE_AFTER_S,
 ) -> RemoteTier:
-    """The tier of a URL; its name is the URL without user, password and options. Raises ConfigError.
+    """The tier of a URL; its name is the URL without user, password and options.
+
+    Raises ConfigError.
 
     timeout_s: for each call that does not bring its own.
-    ttl_s: how long a block lives on after a use; not in an object store, where it lives as long as it was written for.
+    ttl_s: how long a block lives on after a use; not in an object store, where it lives as long as
+        it was written for.
     probe_after_s: how soon a failing tier is asked again.
     """
     try:

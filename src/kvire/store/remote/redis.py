@@ -1,7 +1,9 @@
-"""Blocks in Redis or Valkey, one server or a cluster: a key per block, whose value is the whole frame.
+"""Blocks in Redis or Valkey, one server or a cluster: a key per block, whose value is the whole
+frame.
 
-A read goes from the socket straight into the caller's buffers, at two thirds of what a bare socket gives
-(docs/adr/0014-remote-tiers.md). What is evicted, and when, is the server's `maxmemory-policy`.
+A read goes from the socket straight into the caller's buffers, at two thirds of what a bare socket
+gives (docs/adr/0014-remote-tiers.md). What is evicted, and when, is the server's
+`maxmemory-policy`.
 """
 
 import time
@@ -68,7 +70,9 @@ class RedisBackend:
             _whole(reply)
 
     def names(self, prefix: str, timeout_s: float) -> Iterator[list[str]]:
-        """SCAN of every node that owns slots; a name that it tells twice, as it may, is told once."""
+        """SCAN of every node that owns slots; a name that it tells twice, as it may, is told
+        once.
+        """
         for server in self._nodes.primaries(Deadline(timeout_s)):
             cursor, found, told = "0", list[str](), set[str]()
             while True:

@@ -38,7 +38,8 @@ class Address:
         raise TierUnavailable(f"the name {self.host} cannot be resolved")
 
     def _resolve(self, deadline: Deadline) -> list[tuple[socket.AddressFamily, _SocketAddress]]:
-        """Asking for a name's addresses cannot be given a time, so a thread asks; the old ones serve meanwhile.
+        """Asking for a name's addresses cannot be given a time, so a thread asks; the old ones
+        serve meanwhile.
 
         There is one such thread at most, and it ends when the system's resolver gives up.
         """

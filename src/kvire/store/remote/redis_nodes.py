@@ -1,4 +1,6 @@
-"""Which server answers for a key: one server, or the nodes of a cluster; and the idle connections to each."""
+"""Which server answers for a key: one server, or the nodes of a cluster; and the idle connections
+to each.
+"""
 
 import binascii
 import threading
@@ -17,7 +19,9 @@ SLOTS = 1 << 14
 
 
 def slot_of(key: str) -> int:
-    """A cluster's slot of a key without braces: CRC-16/XMODEM, as the cluster specification says."""
+    """A cluster's slot of a key without braces: CRC-16/XMODEM, as the cluster specification
+    says.
+    """
     return binascii.crc_hqx(key.encode(), 0) % SLOTS
 
 
@@ -33,7 +37,10 @@ class RedisServer:
 
     @contextmanager
     def wire(self, deadline: Deadline) -> Iterator[Wire]:
-        """A connection for one exchange. If that raises, it is closed: half a reply may still be under way."""
+        """A connection for one exchange.
+
+        If that raises, it is closed: half a reply may still be under way.
+        """
         wire = self._take() or Wire.connect(self.address, self._login, deadline)
         try:
             yield wire
@@ -71,7 +78,8 @@ class RedisServer:
 class Nodes:
     """The servers behind one URL. Thread-safe; opens nothing before the first call.
 
-    cluster: whether keys are spread over many by their slot; then `addresses` are those to ask for the others.
+    cluster: whether keys are spread over many by their slot; then `addresses` are those to ask for
+        the others.
     """
 
     def __init__(self, addresses: Sequence[Address], login: Login, *, cluster: bool) -> None:
@@ -84,7 +92,10 @@ class Nodes:
         self._stale = cluster
 
     def call(self, requests: Sequence[tuple[str, Request]], deadline: Deadline) -> list[Reply]:
-        """The reply to each (key, request), sent together to each server. Raises TierUnavailable."""
+        """The reply to each (key, request), sent together to each server.
+
+        Raises TierUnavailable.
+        """
         by_server: dict[RedisServer, list[int]] = {}
         for place, (key, _) in enumerate(requests):
             by_server.setdefault(self._server(key, deadline), []).append(place)
@@ -156,7 +167,9 @@ class Nodes:
         raise TierUnavailable(f"the cluster sends from node to node: {error.text}")
 
     def _redirected(self, error: ReplyError) -> RedisServer | None:
-        """Where "MOVED slot host:port" or "ASK slot host:port" sends us; None for any other error."""
+        """Where "MOVED slot host:port" or "ASK slot host:port" sends us; None for any other
+        error.
+        """
         words = error.text.split(" ")
         if not self._cluster or error.code not in {"MOVED", "ASK"} or len(words) != 3:
             return None
@@ -171,7 +184,9 @@ class Nodes:
 
     @contextmanager
     def _noticing_failures(self) -> Iterator[None]:
-        """A node that does not answer may have been replaced: the next call asks who serves what."""
+        """A node that does not answer may have been replaced: the next call asks who serves
+        what.
+        """
         try:
             yield
         except TierUnavailable:
@@ -206,7 +221,9 @@ class Nodes:
             server.close()
 
     def _table(self, ranges: Reply, asked: RedisServer) -> dict[int, RedisServer]:
-        """Server by slot, from the reply to CLUSTER SLOTS: [[first, last, [host, port, ...], replicas...], ...]."""
+        """Server by slot, from the reply to CLUSTER SLOTS: [[first, last, [host, port, ...],
+        replicas...], ...].
+        """
         by_slot: dict[int, RedisServer] = {}
         match ranges:
             case [*rows] if rows:

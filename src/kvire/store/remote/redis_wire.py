@@ -1,8 +1,10 @@
-"""One connection to a Redis or Valkey server: connect, log in, send, and read replies within a deadline.
+"""One connection to a Redis or Valkey server: connect, log in, send, and read replies within a
+deadline.
 
-Written for a server that may be slow, dying or lying: every byte of connecting, handshake and reply counts against
-the one deadline, a length is checked before anything is allocated, and large values go from the socket straight into
-the caller's buffers. After any error in here the connection must be closed: what comes next on it is not known.
+Written for a server that may be slow, dying or lying: every byte of connecting, handshake and reply
+counts against the one deadline, a length is checked before anything is allocated, and large values
+go from the socket straight into the caller's buffers. After any error in here the connection must
+be closed: what comes next on it is not known.
 """
 
 import select
@@ -27,7 +29,10 @@ MAX_ITEMS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class ReplyError:
-    """What the server says instead of an answer; the connection is fine. code: its first word."""
+    """What the server says instead of an answer; the connection is fine.
+
+    code: its first word.
+    """
 
     text: str
 
@@ -42,7 +47,10 @@ Reply: TypeAlias = "int | str | bytes | ReplyError | list[Reply] | None"
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """How to get from an address to a usable connection. tls: None for plain TCP. The repr tells no secret."""
+    """How to get from an address to a usable connection.
+
+    tls: None for plain TCP. The repr tells no secret.
+    """
 
     username: str | None = None
     password: str | None = None
@@ -119,7 +127,10 @@ class Wire:
             raise _broken(error, deadline) from error
 
     def read_reply(self, deadline: Deadline, depth: int = 0) -> Reply:
-        """Any reply but a large value. Raises TierUnavailable, also for what no honest server sends."""
+        """Any reply but a large value.
+
+        Raises TierUnavailable, also for what no honest server sends.
+        """
         line = self._read_line(deadline)
         kind, rest = line[:1], line[1:]
         if kind == b"+":
@@ -145,9 +156,11 @@ class Wire:
         raise _no_redis(line)
 
     def read_value(self, buffers: Sequence[Buffer], deadline: Deadline) -> int | ReplyError | None:
-        """Fill `buffers` in order with a value; its length, None if there is none, or what the server says instead.
+        """Fill `buffers` in order with a value; its length, None if there is none, or what the
+        server says instead.
 
-        Raises FrameDamaged("length") before it reads a value that is longer than the buffers, or TierUnavailable.
+        Raises FrameDamaged("length") before it reads a value that is longer than the buffers, or
+        TierUnavailable.
         """
         line = self._read_line(deadline)
         if line.startswith(b"-"):

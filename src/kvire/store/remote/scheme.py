@@ -1,4 +1,6 @@
-"""The protocol of a kind of remote tier, and the kinds there are: one per file of the folder schemes."""
+"""The protocol of a kind of remote tier, and the kinds there are: one per file of the folder
+schemes.
+"""
 
 from collections.abc import Mapping
 from functools import cache
@@ -25,7 +27,9 @@ class Scheme(Protocol):
     bytes_per_s: float
 
     def make(self, url: SplitResult, name: str, options: Mapping[str, str]) -> Backend:
-        """The other side of a URL; asks it nothing. Packages that not everybody has are imported here.
+        """The other side of a URL; asks it nothing.
+
+        Packages that not everybody has are imported here.
 
         url: begins with one of `schemes`.
         name: the URL without secrets, for messages.

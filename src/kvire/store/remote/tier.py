@@ -1,8 +1,9 @@
-"""A tier on another machine: what all of them do alike. remote/redis.py and remote/objects.py are its two backends.
+"""A tier on another machine: what all of them do alike. remote/redis.py and remote/objects.py are
+its two backends.
 
-Each block is one value, a short stamp and the whole frame, under a name that its BlockId alone decides; there is
-nothing beside it that could be lost without it (docs/adr/0014-remote-tiers.md). Names are digests: they tell nothing
-about prompts.
+Each block is one value, a short stamp and the whole frame, under a name that its BlockId alone
+decides; there is nothing beside it that could be lost without it (docs/adr/0014-remote-tiers.md).
+Names are digests: they tell nothing about prompts.
 """
 
 import re
@@ -28,8 +29,9 @@ _BLOCK_NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})-(0|[1-9][0-9]{0,4})")
 class RemoteTier:
     """The Tier over a Backend, behind a circuit breaker.
 
-    timeout_s: for calls that do not say. ttl_s: how long `touch` and the end of a pin let a block live on; blocks
-    written with another one keep it until then. Opens nothing before the first call.
+    timeout_s: for calls that do not say.
+    ttl_s: how long `touch` and the end of a pin let a block live on; blocks written with another
+        one keep it until then. Opens nothing before the first call.
     """
 
     kind = TierKind.REMOTE
@@ -112,7 +114,9 @@ class RemoteTier:
         return count
 
     def delete_tenant(self, tenant_tag: bytes) -> int:
-        """As Tier says, by the headers of all frames: their number decides how long it takes, not the timeout."""
+        """As Tier says, by the headers of all frames: their number decides how long it takes, not
+        the timeout.
+        """
         count = 0
         with self._guarded("delete_tenant"):
             for names in self._backend.names(BLOCKS, self._timeout_s):
@@ -150,8 +154,8 @@ class RemoteTier:
     def entries(self) -> Iterator[Entry]:
         """As Tier says, but that the last use is not known: `used` is when the block was written.
 
-        A value that cannot be a frame is listed with an empty parent, root and tag; what an object store keeps beyond
-        its time, with an expiry in the past.
+        A value that cannot be a frame is listed with an empty parent, root and tag; what an object
+        store keeps beyond its time, with an expiry in the past.
         """
         with self._guarded("entries"):
             pins = {name for names in self._backend.names(PINS, self._timeout_s) for name in names}
@@ -217,7 +221,9 @@ class RemoteTier:
 
 
 def block_name(block_id: BlockId) -> str:
-    """Where a block lies: two hex digits first, so that a folder of files never has to hold all of them."""
+    """Where a block lies: two hex digits first, so that a folder of files never has to hold all of
+    them.
+    """
     digits = block_id.key.hex()
     return f"{BLOCKS}{digits[:2]}/{digits}-{block_id.group}"
 
@@ -235,7 +241,10 @@ def _pin_name(name: str) -> str:
 
 
 def _header(value: StoredObject) -> Header | None:
-    """Unchecked: who reads the frame finds out whether it is true. None for a value that cannot be a frame of ours."""
+    """Unchecked: who reads the frame finds out whether it is true.
+
+    None for a value that cannot be a frame of ours.
+    """
     try:
         return Header.parse(value.head[STAMP_BYTES:])
     except (FrameDamaged, FrameForeign):

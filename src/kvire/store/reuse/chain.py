@@ -1,4 +1,6 @@
-"""Under which names an engine keeps blocks: whose they are, where a key chain begins, and each block's record."""
+"""Under which names an engine keeps blocks: whose they are, where a key chain begins, and each
+block's record.
+"""
 
 import logging
 from collections import OrderedDict
@@ -36,7 +38,8 @@ class Identity(NamedTuple):
     tenant: its name.
     salt: what joins the namespace and the content ids.
     root: parent of every first block.
-    kept: False if the tenant has no key now: its blocks can be shared on the device, but not stored.
+    kept: False if the tenant has no key now: its blocks can be shared on the device, but not
+        stored.
     """
 
     tenant: str
@@ -46,7 +49,8 @@ class Identity(NamedTuple):
 
 
 class Names:
-    """Where the key chains of one engine begin: namespace, tenant, cache_salt, and an epoch after each reset.
+    """Where the key chains of one engine begin: namespace, tenant, cache_salt, and an epoch after
+    each reset.
 
     namespace: without a salt.
     tenant_salt: of a tenant by name; raises StoreError or OSError.
@@ -68,7 +72,10 @@ class Names:
         self._noted: set[BlockKey] = set()  # roots with a cache_salt
 
     def of(self, tenant: str = "", cache_salt: str = "") -> Identity:
-        """Of a tenant's requests with this cache_salt. The same, until the tenant is forgotten or all is reset."""
+        """Of a tenant's requests with this cache_salt.
+
+        The same, until the tenant is forgotten or all is reset.
+        """
         own, kept = self._own_salt(tenant)
         salt = divided(own, cache_salt=cache_salt, epoch=self._epoch)
         known = self._known.get((tenant, cache_salt))
@@ -83,7 +90,9 @@ class Names:
         self._epoch = token_hex(16)
 
     def _own_salt(self, tenant: str) -> tuple[str, bool]:
-        """The tenant's salt, and whether it has a key; without one, it can be served all the same."""
+        """The tenant's salt, and whether it has a key; without one, it can be served all the
+        same.
+        """
         try:
             salt, kept = self._tenant_salt(tenant), True
         except (StoreError, OSError) as error:
@@ -93,7 +102,9 @@ class Names:
         return salt, kept
 
     def _tell(self, identity: Identity, cache_salt: str) -> None:
-        """Note what a new root stands for; of cache_salts, which clients make up, only the first few."""
+        """Note what a new root stands for; of cache_salts, which clients make up, only the first
+        few.
+        """
         if cache_salt:
             if identity.root in self._noted or len(self._noted) >= MOST_NOTED_SALTS:
                 return
@@ -120,7 +131,8 @@ class Blocks(Protocol):
 class Chain:
     """The full blocks of a sequence, each named by all tokens up to its end.
 
-    token_ids: may grow at its end; read only. keys: of the blocks that were named so far: see `extend`.
+    token_ids: may grow at its end; read only. keys: of the blocks that were named so far: see
+        `extend`.
     """
 
     def __init__(self, identity: Identity, token_ids: Sequence[int], block_size: int) -> None:
@@ -185,7 +197,9 @@ class Chain:
         )
 
     def fork(self, token_ids: Sequence[int]) -> "Chain":
-        """A sequence of its own with these tokens, of which the named blocks' are the same; longer or shorter."""
+        """A sequence of its own with these tokens, of which the named blocks' are the same; longer
+        or shorter.
+        """
         forked = Chain(self.identity, token_ids, self.block_size)
         full = len(token_ids) // self.block_size
         forked.keys = self.keys[:full]
@@ -195,7 +209,10 @@ class Chain:
 
 
 class Pages:
-    """Blocks that another engine names, by hashes over their tokens and all before them. Each stands alone."""
+    """Blocks that another engine names, by hashes over their tokens and all before them.
+
+    Each stands alone.
+    """
 
     def __init__(self, identity: Identity, names: Sequence[bytes]) -> None:
         self.identity = identity

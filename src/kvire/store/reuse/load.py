@@ -1,7 +1,9 @@
-"""A prompt's blocks on their way from the store into an engine's memory, and whether to wait or to compute meanwhile.
+"""A prompt's blocks on their way from the store into an engine's memory, and whether to wait or to
+compute meanwhile.
 
-Computing goes on from the front; loading may come from the back. What is computed is claimed first, so that no block
-is written by both. Where the computed front meets loaded blocks, it jumps over them.
+Computing goes on from the front; loading may come from the back. What is computed is claimed first,
+so that no block is written by both. Where the computed front meets loaded blocks, it jumps over
+them.
 """
 
 from collections.abc import Sequence
@@ -42,7 +44,8 @@ def reason_of(failure: FailureReason, *, was_there: bool) -> MissReason | None:
 def explained(miss: Miss, found: Explanation | None, begin_token: int) -> Miss:
     """What the engine knows of a miss itself, bettered by what the store says.
 
-    found: None if it has not said anything. begin_token: first token of the block it was asked about.
+    found: None if it has not said anything.
+    begin_token: first token of the block it was asked about.
     """
     if found is None or miss.token is None:
         return miss
@@ -55,13 +58,15 @@ def explained(miss: Miss, found: Explanation | None, begin_token: int) -> Miss:
     return miss
 
 
-# A load is judged by what has arrived once it had so long to begin, and for this share of what computing would take.
+# A load is judged by what has arrived once it had so long to begin, and for this share of what
+# computing would take.
 BEGIN_S, BEGIN_SHARE = 0.01, 0.005
 # After so many times that, a load that brings too little is called off.
 PATIENCE = 4.0
 # The share of computing that it is worth to wait for a remote tier's word on what it holds.
 PROBE_SHARE = 0.015
-# Tokens computed at once while something may still come: small steps meet it sooner, large ones are faster per token.
+# Tokens computed at once while something may still come: small steps meet it sooner, large ones are
+# faster per token.
 LEAST_CHUNK_TOKENS, PROBE_CHUNK_TOKENS = 64, 128
 CHUNK_SHARE = 0.25  # of what is still to be loaded
 
@@ -98,7 +103,9 @@ class Load:
         self._given_up: set[int] = set()  # blocks that are computed elsewhere while a read is under way
 
     def frontier(self, index: int) -> int:
-        """How far a front at block `index` can jump: the first block from there on that is not loaded."""
+        """How far a front at block `index` can jump: the first block from there on that is not
+        loaded.
+        """
         if self.all_or_nothing:  # what no window reaches is not loaded, and not missed
             return self.stop if self._is_ready([at for at in self._at if at >= index]) else index
         while index < self.stop and self._is_ready((index,)):
@@ -117,12 +124,16 @@ class Load:
         return not self.ticket.active
 
     def source(self, index: int) -> TierKind:
-        """Where block `index`, or if no part of it is needed the first one needed, came from: its slowest part."""
+        """Where block `index`, or if no part of it is needed the first one needed, came from: its
+        slowest part.
+        """
         kinds = {self.ticket.source(place) for place in self._at[max(index, self._first)]}
         return next(kind for kind in _SLOWEST_FIRST if kind in kinds)
 
     def claim(self, index: int, stop: int) -> int:
-        """Take blocks from `index` on for computing; the first one, up to `stop`, that cannot be had."""
+        """Take blocks from `index` on for computing; the first one, up to `stop`, that cannot be
+        had.
+        """
         if not self.told and self.known < self.stop:
             begun, states = (LoadState.READING, LoadState.READY), self.ticket.states()
             self.told = any(states[p] in begun for at, places in self._at.items() if at >= self.known for p in places)
@@ -132,7 +143,9 @@ class Load:
         return stop
 
     def computed(self, first: int, stop: int) -> tuple[int, MissReason] | None:
-        """The blocks from `first` to `stop` were claimed: which of them is the first that is a miss, and why."""
+        """The blocks from `first` to `stop` were claimed: which of them is the first that is a
+        miss, and why.
+        """
         self._claimed = self._claimed or stop > first
         missed = None
         for index in range(first, min(stop, self.stop)):
@@ -164,7 +177,9 @@ class Load:
         return MissReason.SLOWER if index < self.known or self.told else None
 
     def why_lost(self) -> MissReason | None:
-        """Of a load that is all or nothing: why it is given up; None if, as far as is known, no tier has it."""
+        """Of a load that is all or nothing: why it is given up; None if, as far as is known, no
+        tier has it.
+        """
         failed = self._first_failed()
         return MissReason.SLOWER if failed is None else self.why(failed)
 
@@ -189,8 +204,8 @@ class Load:
         self._waits_since = now if waits else None
 
     def chunk_tokens(self, front_tokens: int, block_size: int, prefill: PrefillSpeed, most_tokens: int) -> int:
-        """How many tokens to compute now, from `front_tokens` on: none while it is better to wait, at most
-        `most_tokens`.
+        """How many tokens to compute now, from `front_tokens` on: none while it is better to wait,
+        at most `most_tokens`.
         """
         states = self.ticket.states()
         missing = self._missing(states, front_tokens // block_size)

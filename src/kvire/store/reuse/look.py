@@ -15,7 +15,8 @@ Row = Sequence[str | None]  # of one block: by part, the fastest tier known to h
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is stored of each block under one number (BlockId.group): a group's KV, or a worker's share of it.
+    """What is stored of each block under one number (BlockId.group): a group's KV, or a worker's
+    share of it.
 
     size_bytes: of its KV.
     window: tokens that a position sees in these layers, itself included; None: all before it.
@@ -53,7 +54,8 @@ class Found:
     limit: blocks of the prompt that could be of use.
     word: how far it can be relied on.
     rows: which tier has what, of the blocks from `start` on.
-    needed: (index, part) of all that is to be loaded, ascending: what no window looks at is left out.
+    needed: (index, part) of all that is to be loaded, ascending: what no window looks at is left
+        out.
     speed: at which it comes, all tiers together.
     size_bytes: of it.
     """
@@ -104,10 +106,12 @@ class Found:
 def reach(
     windows: Sequence[int | None], block_size: int, first: int, stop: int, has: Callable[[int, int], bool]
 ) -> int:
-    """The most leading blocks, at most `stop`, after which every part can go on; never less than `first`.
+    """The most leading blocks, at most `stop`, after which every part can go on; never less than
+    `first`.
 
-    windows: of each part of a block, in tokens; None looks at everything before it. first: leading blocks that the
-    device has. has(index, part): whether that part of block `index` is at hand; only asked about what is needed.
+    windows: of each part of a block, in tokens; None looks at everything before it.
+    first: leading blocks that the device has. has(index, part): whether that part of block `index`
+        is at hand; only asked about what is needed.
     """
     stop, before = max(first, stop), None
     while stop != before:  # a shorter extent moves the windows
@@ -119,7 +123,9 @@ def reach(
 
 
 def needed(parts: Sequence[Part], block_size: int, first: int, stop: int) -> list[tuple[int, int]]:
-    """(index, part) of what the state after `stop` blocks is made of, from block `first` on, ascending."""
+    """(index, part) of what the state after `stop` blocks is made of, from block `first` on,
+    ascending.
+    """
     begins = [first_needed(part.window, stop * block_size, block_size) for part in parts]
     return [(index, part) for index in range(first, stop) for part, begin in enumerate(begins) if index >= begin]
 

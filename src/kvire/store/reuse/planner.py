@@ -2,7 +2,7 @@
 
     identity = reuse.name(tenant, cache_salt)            whose blocks they are
     chain = Chain(identity, token_ids, block_size)       their names
-    found = reuse.look(chain, device_blocks)             what tiers hold beyond the device; changes nothing
+    found = reuse.look(chain, device_blocks)             stored beyond the device; changes nothing
     choice = reuse.worth(found)                          LOAD, BOTH or COMPUTE; changes nothing
     reuse.decided(choice)                                what was done about it
     load = reuse.load(chain, found, memory, choice.way)  a ticket, and how far it has come
@@ -10,15 +10,16 @@
     reuse.finished(chain, stop, keep=True)               it was used
     reuse.why(chain, index, prompt_tokens)               why the rest is not there
 
-Nothing here waits for a tier, but `ask`. An engine without a store has a NoReuse (no_reuse.py), which is asked the
-same and finds nothing.
+Nothing here waits for a tier, but `ask`. An engine without a store has a NoReuse (no_reuse.py),
+which is asked the same and finds nothing.
 
-**Never slower.** A load is made where it is expected to be sooner than computing by LEAST_GAIN at least
-(plan/cost.choose). What is not loaded tells nothing new of its tier, so after TRY_AFTER refusals a load is made all the
-same. That is counted in requests and not in seconds: so at most one request in TRY_AFTER can lose by it however many
-come, where after half a minute each request of a quiet engine would be such a try. And none loses more than the
-time of computing once more, for no load is waited for longer than computing would take (Load.chunk_tokens,
-Choice.compute_s). See docs/adr/0018-one-planner.md.
+**Never slower.** A load is made where it is expected to be sooner than computing by LEAST_GAIN at
+least (plan/cost.choose). What is not loaded tells nothing new of its tier, so after TRY_AFTER
+refusals a load is made all the same. That is counted in requests and not in seconds: so at most one
+request in TRY_AFTER can lose by it however many come, where after half a minute each request of a
+quiet engine would be such a try. And none loses more than the time of computing once more, for no
+load is waited for longer than computing would take (Load.chunk_tokens, Choice.compute_s). See
+docs/adr/0018-one-planner.md.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -78,10 +79,12 @@ class Reuse:
     # Looking
 
     def look(self, blocks: Blocks, first: int, limit: int | None = None, *, start: int | None = None) -> Found:
-        """What local tiers certainly hold of a prompt after the device's `first` blocks, up to `limit`.
+        """What local tiers certainly hold of a prompt after the device's `first` blocks, up to
+        `limit`.
 
-        limit: of its blocks with a name, how many are of use; None: all. start: look at blocks from there on, and at
-        all that have a name; else at those from `first` to `limit` only.
+        limit: of its blocks with a name, how many are of use; None: all.
+        start: look at blocks from there on, and at all that have a name; else at those from `first`
+            to `limit` only.
         """
         limit = len(blocks.keys) if limit is None else limit
         begin, end = (first, max(first, limit)) if start is None else (start, len(blocks.keys))
@@ -103,7 +106,9 @@ class Reuse:
         return self._with_stop(found, found.limit)
 
     def unknown(self, blocks: Blocks, found: Found) -> list[BlockId]:
-        """What only a remote tier may have, from the first block on of which some part is not here."""
+        """What only a remote tier may have, from the first block on of which some part is not
+        here.
+        """
         span = range(found.start, found.limit)
         hole = next((index for index in span if not found.whole(index)), found.limit)
         return [
@@ -122,7 +127,10 @@ class Reuse:
         return self._found(found.start, rows, found.first, found.limit, Word.SURE)
 
     def ask(self, blocks: Blocks, found: Found, timeout_s: float) -> Found:
-        """Ask remote tiers now, and wait up to timeout_s for each. See Probe for engines that cannot wait."""
+        """Ask remote tiers now, and wait up to timeout_s for each.
+
+        See Probe for engines that cannot wait.
+        """
         if found.word is Word.SURE:
             return found
         ids = self.unknown(blocks, found)
@@ -132,10 +140,12 @@ class Reuse:
     # Judging
 
     def worth(self, found: Found, *, can_meet: bool = True) -> Choice:
-        """Whether to load what was found, to compute it, or both at once. Changes nothing: see `decided`.
+        """Whether to load what was found, to compute it, or both at once.
 
-        can_meet: the engine computes from the front while blocks come from the back. As long as nobody knows how fast
-        it computes, whatever is stored is loaded.
+        Changes nothing: see `decided`.
+
+        can_meet: the engine computes from the front while blocks come from the back. As long as
+            nobody knows how fast it computes, whatever is stored is loaded.
         """
         if found.is_empty:
             return COMPUTE_NOTHING
@@ -150,7 +160,9 @@ class Reuse:
         return choice
 
     def decided(self, choice: Choice) -> None:
-        """It was done as a choice said: what was found is loaded, or computed although it is stored."""
+        """It was done as a choice said: what was found is loaded, or computed although it is
+        stored.
+        """
         if choice.is_try:
             self._refused = 0
         elif choice.way is Way.COMPUTE and choice != COMPUTE_NOTHING:
@@ -163,7 +175,10 @@ class Reuse:
     # Moving
 
     def load(self, blocks: Blocks, found: Found, memory: Memory, way: Way) -> Load:
-        """Begin to load. memory: where each part goes to; the ticket says when it is the engine's again."""
+        """Begin to load.
+
+        memory: where each part goes to; the ticket says when it is the engine's again.
+        """
         wanted = [
             Wanted(blocks.record(index, part, self.parts[part].size_bytes), memory(index, part))
             for index, part in found.needed
@@ -172,7 +187,9 @@ class Reuse:
         return Load(ticket, found, all_or_nothing=self.has_windows)
 
     def save(self, blocks: Blocks, indices: Iterable[int], memory: Memory) -> bool:
-        """Hand over blocks that were computed, copied before this returns; whether all were taken."""
+        """Hand over blocks that were computed, copied before this returns; whether all were
+        taken.
+        """
         taken = [
             self.store.save(blocks.record(index, part, each.size_bytes), memory(index, part))
             for index in indices
@@ -181,7 +198,10 @@ class Reuse:
         return all(taken)
 
     def finished(self, blocks: Blocks, stop: int, *, keep: bool) -> None:
-        """A prompt's first `stop` blocks were used, and its answer is complete. keep: they are worth storing."""
+        """A prompt's first `stop` blocks were used, and its answer is complete.
+
+        keep: they are worth storing.
+        """
         if not stop:
             return
         ids = self._ids(blocks.keys[:stop])
@@ -194,7 +214,9 @@ class Reuse:
         self.store.discard(self._ids(keys))
 
     def why(self, chain: Chain, index: int, prompt_tokens: int) -> MissAnswer | None:
-        """Ask why block `index` of a prompt is stored nowhere, and how far the closest stored prompt agrees."""
+        """Ask why block `index` of a prompt is stored nowhere, and how far the closest stored
+        prompt agrees.
+        """
         return self.store.explain(chain.query(index, prompt_tokens))
 
     # The store itself
@@ -204,7 +226,9 @@ class Reuse:
         return self.store.stats()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was saved is in its tiers, or given up; False if that takes longer."""
+        """Wait until all that was saved is in its tiers, or given up; False if that takes
+        longer.
+        """
         return self.store.flush(timeout_s)
 
     def close(self) -> None:

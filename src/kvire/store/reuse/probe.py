@@ -1,4 +1,6 @@
-"""Asking remote tiers what they have, beside an engine that cannot wait: it looks again until they have answered."""
+"""Asking remote tiers what they have, beside an engine that cannot wait: it looks again until they
+have answered.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -16,9 +18,12 @@ log = logging.getLogger(__name__)
 
 
 class Probe:
-    """Each prompt is asked for once, and the answer kept until it is forgotten. timeout_s: then the answer is no.
+    """Each prompt is asked for once, and the answer kept until it is forgotten.
 
-    Its methods belong to the engine's thread. The threads start with the first question, and end with close().
+    timeout_s: then the answer is no.
+
+    Its methods belong to the engine's thread. The threads start with the first question, and end
+    with close().
     """
 
     def __init__(self, reuse: Reuse, timeout_s: float) -> None:

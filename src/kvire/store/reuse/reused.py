@@ -1,4 +1,6 @@
-"""What became of one prompt's reuse: the load under way, where its KV came from, and why no more of it did."""
+"""What became of one prompt's reuse: the load under way, where its KV came from, and why no more of
+it did.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -22,9 +24,11 @@ class Reused:
     loaded_tokens: by kind of tier.
     spans: (start, stop) of prompt tokens that were loaded.
     waited_s: for loads.
-    saved_s: what computing the reused tokens would have taken, less what was waited; None if nobody has measured.
+    saved_s: what computing the reused tokens would have taken, less what was waited; None if nobody
+        has measured.
     miss: why reuse ended where it did, as far as the device tells.
-    load_miss: why it did where something was, or could have been, loaded; None if the store had nothing to do with it.
+    load_miss: why it did where something was, or could have been, loaded; None if the store had
+        nothing to do with it.
     answer: of the store, about the prompt from token `asked_token` on; None if it was not asked.
     """
 
@@ -58,7 +62,10 @@ class Reused:
         self.loaded_tokens[kind] += tokens
 
     def missed(self, token: int, reason: MissReason) -> None:
-        """The token was computed although something was, or could have been, loaded. The first such one counts."""
+        """The token was computed although something was, or could have been, loaded.
+
+        The first such one counts.
+        """
         if self.load_miss is None:
             self.load_miss = Miss(reason, token)
 

@@ -1,1 +1,3 @@
-"""Eviction policies, one per file, in a class called POLICY. Read first: policy.py beside this folder."""
+"""Eviction policies, one per file, in a class called POLICY. Read first: policy.py beside this
+folder.
+"""

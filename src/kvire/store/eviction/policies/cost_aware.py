@@ -2,8 +2,9 @@
 
 from typing import ClassVar
 
-# A token's attention costs as much as its linear layers at this position of Llama-3.1-8B: 2 x 8.0e9 parameters over
-# 4 x 32 layers x 4096 (FLOPs per earlier token), after the prefill formula of docs/plan.md.
+# A token's attention costs as much as its linear layers at this position of Llama-3.1-8B: 2 x 8.0e9
+# parameters over 4 x 32 layers x 4096 (FLOPs per earlier token), after the prefill formula of
+# docs/plan.md.
 PARITY_TOKENS = 30_500
 
 

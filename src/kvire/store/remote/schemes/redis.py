@@ -1,4 +1,6 @@
-"""redis://[user:password@]host[:port][/db], or a cluster by one or more of its nodes: redis+cluster://host:port,host:port."""
+"""redis://[user:password@]host[:port][/db], or a cluster by one or more of its nodes:
+redis+cluster://host:port,host:port.
+"""
 
 import ssl
 from collections.abc import Mapping
@@ -16,7 +18,9 @@ REDIS_OPTIONS = ("db", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_
 
 
 class Redis:
-    """One Redis or Valkey server, or a cluster; with TLS by rediss://, a Unix socket by unix:///path?db=0."""
+    """One Redis or Valkey server, or a cluster; with TLS by rediss://, a Unix socket by
+    unix:///path?db=0.
+    """
 
     schemes = ("redis", "rediss", "redis+cluster", "rediss+cluster", "unix")
     example = "redis://host:6379"
