@@ -1,9 +1,10 @@
 """Lengths of real conversations: (prompt tokens, answer tokens), in order of arrival.
 
-The first requests of the Azure LLM inference trace 2023, conversation service, whose prompt and answer are together at
-most 2,048 tokens. Licence of the data: CC-BY-4.0, https://github.com/Azure/AzurePublicDataset. Source: P. Patel,
-E. Choukse, C. Zhang, A. Shah, I. Goiri, S. Maleki, R. Bianchini, "Splitwise: Efficient generative LLM inference using
-phase splitting", ISCA 2024.
+The first requests of the Azure LLM inference trace 2023, conversation service, whose prompt and
+answer are together at most 2,048 tokens. Licence of the data: CC-BY-4.0,
+https://github.com/Azure/AzurePublicDataset. Source: P. Patel, E. Choukse, C. Zhang, A. Shah, I.
+Goiri, S. Maleki, R. Bianchini, "Splitwise: Efficient generative LLM inference using phase
+splitting", ISCA 2024.
 """
 
 CONVERSATIONS = (

@@ -1,10 +1,11 @@
-"""Whether `kvire bench` measures what DIR/load.py measures: both ask one server about documents, in turn.
+"""Does `kvire bench` agree with DIR/load.py? Both ask one server about documents, in turn.
 
     python bench/bench_agrees.py [--rounds 7] [--system kvire llama.cpp] [--json FILE] [--peers DIR]
 
-In a round each client has a new document of the same length, made by load.py, and asks it four questions: the first is
-cold, the others are warm. Who comes first changes from round to round. Printed is the median of the ratios within the
-rounds, ours over load.py's, for the time to the first token, cold and warm, and the time per token; the bar is 5 %.
+In a round each client has a new document of the same length, made by load.py, and asks it four
+questions: the first is cold, the others are warm. Who comes first changes from round to round.
+Printed is the median of the ratios within the rounds, ours over load.py's, for the time to the
+first token, cold and warm, and the time per token; the bar is 5 %.
 """
 
 import argparse

@@ -1,12 +1,14 @@
 """Decode attention: bytes of KV read per second, beside what the same memory gives to a plain read.
 
-The pool is far larger than the caches, block tables are random, and every call reads blocks that no recent
-call has read. Calls take turns with plain reads of stretches of the same pool, so that both meet the same
-machine. Medians say what one gets on it as busy as it is; the fastest tenth says what the kernel can do, since
-a foreign process on one of the cores stalls whatever waits for all of them.
+The pool is far larger than the caches, block tables are random, and every call reads blocks that no
+recent call has read. Calls take turns with plain reads of stretches of the same pool, so that both
+meet the same machine. Medians say what one gets on it as busy as it is; the fastest tenth says what
+the kernel can do, since a foreign process on one of the cores stalls whatever waits for all of
+them.
 
-Threads wait as in the product (OMP_WAIT_POLICY=passive, which kvire sets); with OMP_WAIT_POLICY=active in the
-environment each call saves the 50 to 100 us that waking a thread takes.
+Threads wait as in the product (OMP_WAIT_POLICY=passive, which kvire sets); with
+OMP_WAIT_POLICY=active in the environment each call saves the 50 to 100 us that waking a thread
+takes.
 """
 
 import kvire  # noqa: F401  before torch: it decides how torch's threads wait
@@ -80,7 +82,9 @@ def make_pool(shape: tuple[int, int, int], dtype: str, size_bytes: int) -> Paged
 
 
 def measure(pool: PagedKV, shape: tuple[int, int, int], load: tuple[int, int], rounds: int) -> dict[str, Any]:
-    """Rounds of one call after another over all blocks of the pool, each followed by a plain read."""
+    """Rounds of one call after another over all blocks of the pool, each followed by a
+    plain read.
+    """
     backend = NativeAttention()
     query_heads, kv_heads, width = shape
     sequences, length = load
@@ -124,7 +128,9 @@ def fastest_tenth(rates: list[float]) -> float:
 
 
 def make_batches(num_blocks: int, sequences: int, length: int) -> list[Batch]:
-    """Batches of decoding sequences that together use every block of the pool once, in random order."""
+    """Batches of decoding sequences that together use every block of the pool once, in random
+    order.
+    """
     per_sequence = length // BLOCK_SIZE
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32)
     count = num_blocks // (per_sequence * sequences)

@@ -1,10 +1,15 @@
-"""What a disk tier could be built on, measured: docs/adr/0013-disk-tier.md decides by these figures.
+"""Candidate engines for a disk tier, measured for docs/adr/0013-disk-tier.md.
 
-    python bench/disk_engines.py [--folder FOLDER] [--json FILE]   needs `pip install lmdb` and 4 GB of disk
+    python bench/disk_engines.py [--folder FOLDER] [--json FILE]
 
-segments: kvire's disk tier (an SQLite index, frames in preallocated segment files). lmdb: one memory-mapped B-tree with
-the frames as values. files: a file per frame, 256 folders, written under another name and renamed. None syncs before
-a write returns. Blocks of 368,900 bytes (16 tokens of SmolLM2, float16). Cold: synced, and dropped from the page cache.
+Needs `pip install lmdb` and 4 GB of disk.
+
+segments  kvire's disk tier: an SQLite index, frames in preallocated segment files
+lmdb      one memory-mapped B-tree with the frames as values
+files     a file per frame, 256 folders, written under another name and renamed
+
+None syncs before a write returns. Blocks of 368,900 bytes (16 tokens of
+SmolLM2, float16). Cold: synced, and dropped from the page cache.
 """
 # ruff: noqa: D101, D102 - three engines with the same five methods: put, get, ahead, held, close
 
@@ -208,7 +213,9 @@ def machine_limits(folder: Path) -> dict[str, float]:
 
 
 def index_sizes(folder: Path) -> list[dict[str, float]]:
-    """Open, and look up 128 blocks, among 10^5 and 10^6; the segments are sparse files, nothing else differs."""
+    """Open, and look up 128 blocks, among 10^5 and 10^6; the segments are sparse files, nothing
+    else differs.
+    """
     rows = []
     for blocks in (100_000, 1_000_000):
         store = folder / f"index-{blocks}"

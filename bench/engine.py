@@ -1,4 +1,4 @@
-"""Prefill, decode and the price of a miss, beside transformers and llama.cpp, in one interleaved run.
+"""Prefill, decode and the price of a miss, interleaved with transformers and llama.cpp.
 
     python bench/engine.py [--rounds 5] [--json FILE] [--peers DIR]
 

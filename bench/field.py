@@ -1,12 +1,14 @@
-"""The same words to every engine that runs on this machine: first token cold and warm, decoding, sixteen at once.
+"""The same prompts to every engine on this machine: first token, decoding, sixteen at once.
 
-    python bench/field.py [--rounds 5] [--json FILE] [--page FILE.html] [--peers DIR] [--without NAME ...]
+    python bench/field.py [--rounds 5] [--json FILE] [--page FILE.html]
+        [--peers DIR] [--without NAME ...]
 
-Kvire, llama.cpp and vLLM are servers; OpenVINO GenAI and transformers have none that reuses a prefix and answer in a
-process of their own (field_worker.py). Everybody runs all the time and is asked in turns. A round: a report nobody has
-seen and a question (cold), two more questions about it (warm), an answer of 32 tokens alone (decode), sixteen short
-prompts at once (output). Servers are timed to the first token of the stream; the others by an answer of one token.
-Weights: float32 in Kvire, vLLM and transformers; four-bit in llama.cpp and OpenVINO, which is what they read of GGUF.
+Kvire, llama.cpp and vLLM are servers; OpenVINO GenAI and transformers have none that reuses a
+prefix and answer in a process of their own (field_worker.py). Everybody runs all the time and is
+asked in turns. A round: a new report and a question (cold), two more questions about it
+(warm), an answer of 32 tokens alone (decode), sixteen short prompts at once (output). Servers are
+timed to the first token of the stream; the others by an answer of one token. Weights: float32 in
+Kvire, vLLM and transformers; four-bit in llama.cpp and OpenVINO, which is what they read of GGUF.
 """
 
 import argparse
@@ -53,7 +55,11 @@ Found = dict[str, dict[str, list[float]]]
 
 @dataclass(frozen=True)
 class System:
-    """first: seconds to the first token of an answer to one message. answers: seconds for so many tokens each."""
+    """How one system is asked.
+
+    first: seconds to the first token of an answer to one message.
+    answers: seconds for so many tokens each.
+    """
 
     name: str
     first: Callable[[str], float]

@@ -2,9 +2,9 @@
 
     python field_worker.py transformers|openvino GGUF
 
-Runs in that engine's own environment. A line in: {"contents": [a user's message, ...], "max_tokens": n}; a line out:
-{"seconds": for all answers, "texts": [...]}. The first line out says {"version": ...}. Answers are greedy and go on for
-max_tokens; the chat template is the model's own.
+Runs in that engine's own environment. A line in: {"contents": [a user's message, ...],
+"max_tokens": n}; a line out: {"seconds": for all answers, "texts": [...]}. The first line out says
+{"version": ...}. Answers are greedy and go on for max_tokens; the chat template is the model's own.
 """
 
 import json
@@ -30,7 +30,9 @@ def main() -> None:
 
 
 def with_transformers(gguf: str) -> tuple[str, Answer]:
-    """float32, the cache that generate() makes by default; it keeps nothing from one call to the next."""
+    """float32, the cache that generate() makes by default; it keeps nothing from one call to the
+    next.
+    """
     import torch  # noqa: PLC0415  (each engine lives in an environment of its own)
     import transformers  # noqa: PLC0415
 

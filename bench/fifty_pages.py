@@ -1,10 +1,11 @@
-"""Fifty pages, 25,000 tokens, on gemma3-270m: the first token cold, and after a restart from the disk.
+"""Fifty pages, 25,000 tokens, on gemma3-270m: first token cold, and from disk after a restart.
 
     python bench/fifty_pages.py [--rounds 3] [--tokens 25000] [--json FILE]
 
-Each answer is a process of its own: `kvire generate gemma3-270m --raw --file PAGES --store FOLDER`. The first computes
-and stores; the next comes after a restart while the kernel has the files in memory still; the last after it had to
-forget them. A round is a text nobody has seen. The answers of a round must be the same to the letter.
+Each answer is a process of its own: `kvire generate gemma3-270m --raw --file PAGES --store FOLDER`.
+The first computes and stores; the next comes after a restart while the kernel has the files in
+memory still; the last after it had to forget them. A round is a text nobody has seen. The answers
+of a round must be the same to the letter.
 """
 
 import argparse

@@ -1,10 +1,13 @@
-"""What fewer bits of KV cost in quality: SmolLM2 over float32, float16 and int8 pools, on texts nothing was tuned on.
+"""Quality lost with fewer bits of KV: SmolLM2 over float32, float16 and int8 pools.
+
+Nothing was tuned on the texts.
 
     python bench/int8_quality.py [--json FILE]
 
-Texts: thirty topics of Python's own documentation (pydoc_data), the first 512 tokens of each. Perplexity is of
-every token but the first, scored in chunks over the paged cache, so that attention reads KV as the pool holds it.
-Greedy answers continue the first 200 tokens. The baseline is the same engine with a float32 pool.
+Texts: thirty topics of Python's own documentation (pydoc_data), the first 512 tokens of each.
+Perplexity is of every token but the first, scored in chunks over the paged cache, so that attention
+reads KV as the pool holds it. Greedy answers continue the first 200 tokens. The baseline is the
+same engine with a float32 pool.
 """
 
 import argparse
@@ -51,7 +54,9 @@ def digest() -> str:
 
 
 def measure(dtype: str) -> dict[str, Any]:
-    """Per text: mean negative log-probability of its tokens, and the greedy answer to its beginning."""
+    """Per text: mean negative log-probability of its tokens, and the greedy answer to its
+    beginning.
+    """
     with LLM("smollm2", kv_dtype=dtype, kv_memory=POOL, prefix_cache=False) as llm:
         texts = [list(llm.encode(topics[name]))[:TEXT_TOKENS] for name in TOPICS]
         assert all(len(ids) == TEXT_TOKENS for ids in texts)

@@ -1,16 +1,17 @@
-"""What paging and caching are worth: kv_cache paged, contiguous and off on the lengths of real conversations.
+"""kv_cache paged, contiguous and off, compared on the lengths of real conversations.
 
     python bench/kv_cache_modes.py [--rounds 2] [--json FILE] [--kv-memory 512MiB] [--requests 24]
 
-The same memory, the same requests, all sent at once, in turn within each round. Memory is what limits: contiguous
-reserves the model's whole context for every sequence, as caches without paging do, so few run at once; paged gives
-each the blocks that it has filled. Prompts are random tokens, new in every round: nothing is shared in either mode.
-`off` keeps nothing between steps and computes all tokens for every new one: it runs the shortest of the
-conversations.
+The same memory and the same requests, all sent at once, in turn within each round. Memory is the
+limit: contiguous reserves the model's whole context for every sequence, as caches without paging
+do, so few run at once; paged gives each the blocks that it has filled. Prompts are random tokens,
+new in every round: nothing is shared in either mode. `off` keeps nothing between steps and computes
+all tokens for every new one: it runs the shortest of the conversations.
 
-Answers are greedy in float32. Two modes put different sequences together in a step, so the last bits of logits
-differ, and a near-tie may fall either way: where answers differ, the model is asked how far apart its two likeliest
-tokens were at the first difference. In deterministic mode no answer may differ.
+Answers are greedy in float32. Two modes put different sequences together in a step, so the last
+bits of logits differ, and a near-tie may fall either way: where answers differ, the model is asked
+how far apart its two likeliest tokens were at the first difference. In deterministic mode no answer
+may differ.
 """
 
 import argparse
@@ -76,7 +77,9 @@ def main() -> None:
 def measure(
     kv_memory: str, lengths: Lengths, modes: tuple[str, str], rounds: int
 ) -> tuple[dict[str, list[float]], list[dict[str, float]]]:
-    """Output tokens a second by mode, one a round; and every answer that differs between the two."""
+    """Output tokens a second by mode, one a round; and every answer that differs
+    between the two.
+    """
     rates: dict[str, list[float]] = defaultdict(list)
     differing = []
     with ExitStack() as stack:
@@ -119,7 +122,9 @@ def answer(llm: AsyncLLM, prompts: Prompts, lengths: Lengths) -> Answers:
 
 
 def gaps(llm: AsyncLLM, prompts: Prompts, first: Answers, second: Answers) -> list[dict[str, float]]:
-    """For every answer that differs: where, and how far apart the two likeliest tokens are there."""
+    """For every answer that differs: where, and how far apart the two likeliest tokens
+    are there.
+    """
     found = []
     for prompt, a, b in zip(prompts, first, second, strict=True):
         at = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
@@ -131,7 +136,9 @@ def gaps(llm: AsyncLLM, prompts: Prompts, first: Answers, second: Answers) -> li
 
 
 def exact(kv_memory: str) -> tuple[int, int]:
-    """Answers that differ between paged and contiguous in deterministic mode, and how many were compared."""
+    """Answers that differ between paged and contiguous in deterministic mode, and how many were
+    compared.
+    """
     lengths = [pair for pair in CONVERSATIONS if sum(pair) <= LONGEST_EXACT][:EXACT]
     prompts = random_prompts(lengths, 1)
     answers = []
@@ -186,7 +193,9 @@ def answer_rows(differing: list[dict[str, float]], compared: tuple[int, int]) ->
 
 
 def least_s(pair: tuple[int, int], roofline: Roofline) -> float:
-    """One conversation: its share of the arithmetic if every token is computed once, in steps as wide as one likes."""
+    """One conversation: its share of the arithmetic if every token is computed once, in steps as
+    wide as one likes.
+    """
     prompt, tokens = pair
     flops_of_one = roofline.prefill_s(prompt)
     wide = 64

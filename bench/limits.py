@@ -1,4 +1,4 @@
-"""The least time that a step of a model can take on this machine: its arithmetic, or its reads, whichever is more."""
+"""Lower bounds for a model's step on this machine: the longer of its arithmetic and its reads."""
 
 import json
 from collections.abc import Callable
@@ -17,9 +17,10 @@ KV_BYTES = 4
 class Roofline:
     """A decoder with grouped-query attention, a gated MLP and tied embeddings, in float32.
 
-    body, head: parameters that every token, and every row of logits, multiplies with. pair_flops: attention's
-    operations per (query, key) pair, all layers. kv_bytes_per_token: K and V, all layers. flops, read_bytes: what
-    the machine does in a second.
+    body, head: parameters that every token, and every row of logits, multiplies with.
+    pair_flops: attention's operations per (query, key) pair, all layers.
+    kv_bytes_per_token: K and V, all layers.
+    flops, read_bytes: what the machine does in a second.
     """
 
     body: int
@@ -46,7 +47,9 @@ class Roofline:
         )
 
     def measured_again(self) -> Self:
-        """The machine's limits are the best that was ever seen: a neighbour may have been busy the first time."""
+        """The machine's limits are the best that was ever seen: a neighbour may have been busy the
+        first time.
+        """
         flops, read_bytes = matmul_gflops() * 1e9, read_gb_s() * 1e9
         return replace(self, flops=max(flops, self.flops), read_bytes=max(read_bytes, self.read_bytes))
 

@@ -1,10 +1,13 @@
-"""How fast `kvire doctor` reads a log and `kvire replay` a trace, and how much memory they take. Needs no model.
+"""How fast `kvire doctor` reads a log and `kvire replay` a trace, and how much memory they take.
+
+Needs no model.
 
     python bench/log_tools.py [--rounds 3] [--requests 100000] [--json FILE] [--traces DIR]
 
-The log is made: a fifth each of growing chats, growing chats with a time stamp in front, documents with questions,
-short questions after a long system prompt, and prompts that share nothing; 2 to 20 KB a request, about 1 GB in all.
-The trace is Mooncake's conversation trace, 12,031 requests, in DIR; without it replay takes no part.
+The log is made: a fifth each of growing chats, growing chats with a time stamp in front, documents
+with questions, short questions after a long system prompt, and prompts that share nothing; 2 to 20
+KB a request, about 1 GB in all. The trace is Mooncake's conversation trace, 12,031 requests, in
+DIR; without it replay takes no part.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Kvire's server and those it is measured against, each a process of its own, running until its context ends."""
+"""Kvire's server and its peers, each a process that runs until its context ends."""
 
 import os
 import sys
@@ -24,7 +24,10 @@ class MissingPeerError(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """How to start a server. model: the name that its API answers to."""
+    """How to start a server.
+
+    model: the name that its API answers to.
+    """
 
     words: list[str | Path]
     model: str
@@ -34,7 +37,11 @@ class Command:
 
 @dataclass(frozen=True)
 class Server:
-    """A running one. url: ends in /v1. pid: leader of its session."""
+    """A running one.
+
+    url: ends in /v1.
+    pid: leader of its session.
+    """
 
     name: str
     url: str
@@ -42,7 +49,8 @@ class Server:
     pid: int
 
     def memory_mb(self, field: str = "VmHWM") -> float:
-        """Memory of its processes, in 10^6 bytes: VmHWM, the peak since it started, or VmRSS, the present.
+        """Memory of its processes, in 10^6 bytes: VmHWM, the peak since it started, or VmRSS, the
+        present.
 
         Pages of mapped files count, and pages that several of its processes share count in each.
         """
@@ -61,7 +69,11 @@ def llama_cpp(port: int, folder: Path, slots: int) -> Command:
 
 
 def vllm(port: int, folder: Path, model: Path, *, all_cores: bool) -> Command:
-    """all_cores: left to itself, vLLM keeps one core free for its other processes, which on two cores is half."""
+    """The command of vLLM's server.
+
+    all_cores: compute on every core; by default vLLM keeps one free for its other processes, half
+        of a machine with two cores.
+    """
     python, starter = ENVIRONMENTS / "vllm/bin/python", folder / "serve_vllm.sh"
     _need(python, starter)
     cores = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "OMP_NUM_THREADS": str(os.cpu_count())} if all_cores else None

@@ -1,10 +1,11 @@
-"""Is the planner right about this machine? Times to the first token, predicted and measured: SmolLM2, float16 pool.
+"""Is the planner right? Times to first token, predicted and measured: SmolLM2, float16 pool.
 
     python bench/plan_check.py [--repeats 5] [--json FILE]
 
-Calibrates as `kvire plan --calibrate` does, at 256, 1,024 and 3,072 tokens; then measures other prompts in other
-engines at 512, 2,048 and 4,096: nothing kept (E), the pool (G), the memory tier (R), the disk tier with its pages
-dropped from the page cache (D). The plan never sees those times. Bar: the prediction misses them by 25 % at most.
+Calibrates as `kvire plan --calibrate` does, at 256, 1,024 and 3,072 tokens; then measures other
+prompts in other engines at 512, 2,048 and 4,096: nothing kept (E), the pool (G), the memory tier
+(R), the disk tier with its pages dropped from the page cache (D). The plan never sees those times.
+Bar: the prediction misses them by 25 % at most.
 """
 
 import argparse

@@ -1,16 +1,17 @@
-"""How much of the blocks in use holds nothing: docqa and shared, sampled after every step of the engine.
+"""Unused share of the blocks in use: docqa and shared, sampled after every engine step.
 
     python bench/pool_waste.py [--json FILE] [--peers DIR]
 
 waste = (blocks held * block_size - tokens held) / (blocks held * block_size)
 
-blocks held: blocks that some running sequence leases; one that several share counts once. tokens held: slots of those
-blocks whose KV is written; a shared block's slots count once. Blocks that are merely remembered are free and count
-on neither side. A prompt gets all its blocks when it is admitted and fills them chunk by chunk, so the first steps of
-a long prompt waste most; "reserved" is the share of slots that wait for prompt tokens which are being computed.
+blocks held: blocks that some running sequence leases; one that several share counts once. tokens
+held: slots of those blocks whose KV is written; a shared block's slots count once. Blocks that are
+merely remembered are free and count on neither side. A prompt gets all its blocks when it is
+admitted and fills them chunk by chunk, so the first steps of a long prompt waste most; "reserved"
+is the share of slots that wait for prompt tokens which are being computed.
 
-The figure is the mean over all steps. Greedy answers of a fixed length over fixed prompts: it comes out the same
-every time, whatever else the machine does.
+The figure is the mean over all steps. Greedy answers of a fixed length over fixed prompts: it comes
+out the same every time, whatever else the machine does.
 """
 
 import argparse
@@ -77,7 +78,9 @@ def shared(tokenizer: Any, words: Words) -> list[Ids]:
 
 
 def words_of(folder: Path) -> Words:
-    """The text of the client that all systems share, if it is there: lengths are then those of serving.py."""
+    """The text of the client that all systems share, if it is there: lengths are then those of
+    serving.py.
+    """
     path = folder / "load.py"
     return runpy.run_path(str(path))["words"] if path.exists() else text
 
@@ -94,7 +97,9 @@ def run(engine: Engine, prompts: list[Ids], max_tokens: int) -> Iterator[tuple[f
 
 
 def slots(engine: Engine) -> tuple[float, float]:
-    """Of the slots in leased blocks: the share without KV, and the share that waits for known prompt tokens."""
+    """Of the slots in leased blocks: the share without KV, and the share that waits for known
+    prompt tokens.
+    """
     size = engine.pool.block_size
     held = (engine.pool.num_blocks - engine.pool.num_free) * size
     written = filled(engine.scheduler.running, size, lambda seq: seq.num_computed)

@@ -1,8 +1,11 @@
-"""Reading 256 frames (94 MB: 4,096 tokens of SmolLM2 in float16) from remote tiers, beside redis-py and two limits.
+"""Reading 256 frames from remote tiers, beside redis-py and two limits.
 
-One limit is a bare socket fed by a process that does nothing else; the other a bare socket that sends GETs to the same
-Redis and throws the answers away without looking at them. All take turns in each round, so that they meet the same
-machine. The servers run on it: this measures what reading costs, not a network.
+The frames are 94 MB: 4,096 tokens of SmolLM2 in float16.
+
+One limit is a bare socket fed by a process that does nothing else; the other a bare socket that
+sends GETs to the same Redis and throws the answers away without looking at them. All take turns in
+each round, so that they meet the same machine. The servers run on it: this measures what reading
+costs, not a network.
 """
 
 import argparse

@@ -1,10 +1,13 @@
-"""Eviction policies on recorded traces: share of prompt tokens that hit at 1, 5 and 25 % of the working set.
+"""Eviction policies on recorded traces: hit rates at 1, 5 and 25 % of the working set.
+
+A hit rate is the share of prompt tokens that hit.
 
     python bench/replay_policies.py FOLDER_OF_TRACES [--out docs/results/replay_policies.json]
 
-What has parameters is tuned on one half of each trace (every second session, or the first half of the requests) and
-judged on the other. "store" is the store's own code; the optimum knows the future. Claude Code sessions are replayed
-in blocks of 512 tokens, as the other traces are, not 64: eight times faster, and at most 0.2 % less to hit.
+What has parameters is tuned on one half of each trace (every second session, or the first half of
+the requests) and judged on the other. "store" is the store's own code; the optimum knows the
+future. Claude Code sessions are replayed in blocks of 512 tokens, as the other traces are, not 64:
+eight times faster, and at most 0.2 % less to hit.
 """
 
 import argparse
@@ -44,8 +47,11 @@ class CappedUses:
 
 
 class TunedCache(RankCache):
-    """Frequency with aging, and a hold. most_uses: beyond which a use counts no more (1: LRU); what continues a prompt
-    at its end inherits its uses. hold_s: within so long of its last use nothing goes; then new blocks are not kept.
+    """Frequency with aging, and a hold.
+
+    most_uses: beyond which a use counts no more (1: LRU); what continues a prompt at its end
+        inherits its uses.
+    hold_s: within so long of its last use nothing goes; then new blocks are not kept.
     """
 
     def __init__(self, trace, capacity_blocks, most_uses, hold_s):

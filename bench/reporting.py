@@ -1,8 +1,8 @@
-"""A benchmark's report: rows of figures, each beside its baseline, its limit and the bar it is held to.
+"""A benchmark's report: rows of figures, each beside its baseline, its limit and its bar.
 
-Every benchmark writes {"machine", "limits", "break_even_mb_s", "table": [rows of `figure`], ...}, from which
-table.py makes one page. The figures of a report come from one interleaved run. The report is kept without its raw
-samples; with them it lies in build/bench until the next run.
+Every benchmark writes {"machine", "limits", "break_even_mb_s", "table": [rows of `figure`], ...},
+from which table.py makes one page. The figures of a report come from one interleaved run. The
+report is kept without its raw samples; with them it lies in build/bench until the next run.
 """
 
 import json
@@ -37,7 +37,10 @@ def describe() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Bar:
-    """What a figure's median must reach. op: one of >=, >, <=, <, or "about": within `value` of 1."""
+    """What a figure's median must reach.
+
+    op: one of >=, >, <=, <, or "about": within `value` of 1.
+    """
 
     op: str
     value: float
@@ -67,7 +70,12 @@ def figure(
     limit_is: str = "",
     bar: Bar | None = None,
 ) -> dict[str, Any]:
-    """A row. samples: one a round. limit: the best that physics allows, in `unit`; limit_is: where it comes from."""
+    """A row.
+
+    samples: one a round.
+    limit: the best that physics allows, in `unit`;
+    limit_is: where it comes from.
+    """
     row = {"figure": name, "unit": unit, **summary(samples), "baseline": baseline}
     row |= {"limit": limit, "limit_is": limit_is}
     if bar is not None:
@@ -91,7 +99,9 @@ def medians(samples: Mapping[str, Sequence[float]], unit: str) -> str:
 
 
 def write(path: Path | None, report: Mapping[str, Any]) -> None:
-    """Print the rows, and keep the report in `path`: compact there, with its samples in build/bench."""
+    """Print the rows, and keep the report in `path`: compact there, with its samples in
+    build/bench.
+    """
     for row in report.get("table", ()):
         line = f"{row['figure']}: {number(row['median'])} {row['unit']} ({number(row['min'])} to {number(row['max'])})"
         if "bar" in row:
@@ -115,7 +125,9 @@ def compact(value: Any) -> Any:
 
 
 def json_text(report: Mapping[str, Any]) -> str:
-    """One line a field, and one a row of a table, so that a new measurement shows as the rows that changed."""
+    """One line a field, and one a row of a table, so that a new measurement shows as the rows that
+    changed.
+    """
     fields = []
     for name, value in report.items():
         if isinstance(value, list) and value and isinstance(value[0], Mapping):

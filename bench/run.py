@@ -1,10 +1,12 @@
-"""Run every benchmark, keep what came out and make one page of it: `make bench`. Nothing else should run meanwhile.
+"""Run every benchmark, keep what came out and make one page of it: `make bench`.
+
+Nothing else should run meanwhile.
 
     python bench/run.py [NAME ...]     some of the benchmarks, in this order
 
-By default all that need no environment of another engine; bench_agrees, transformers_connector, vllm_connector and
-vllm_tiers run when they are named.
-A benchmark that fails does not keep the others from running; the exit status says so at the end.
+By default all that need no environment of another engine; bench_agrees, transformers_connector,
+vllm_connector and vllm_tiers run when they are named. A benchmark that fails does not keep the
+others from running; the exit status says so at the end.
 """
 
 import subprocess

@@ -1,15 +1,16 @@
-"""The server beside llama.cpp's and vLLM's, in one interleaved run: warm TTFT, sharing, decoding, memory.
+"""The server beside llama.cpp's and vLLM's, interleaved: warm TTFT, sharing, decoding, memory.
 
     python bench/serving.py [--rounds 5] [--json FILE] [--peers DIR] [--without llama.cpp vLLM ...]
 
-All servers run all the time; one is asked at a time (idle, each takes about one hundredth of a core). A round runs
-every workload on every server, the order of servers turned round from one round to the next. Seeds are new in every
-round, so what is called cold was never seen, save for the few words with which the chat template begins every prompt.
-The first round is short and warms everything up; each run begins with one short request that is not measured.
+All servers run all the time; one is asked at a time (idle, each takes about one hundredth of a
+core). A round runs every workload on every server, the order of servers turned round from one round
+to the next. Seeds are new in every round, so what is called cold was never seen, save for the few
+words with which the chat template begins every prompt. The first round is short and warms
+everything up; each run begins with one short request that is not measured.
 
-Peers take part if DIR holds their starters and .peers their environments; else they are skipped, and the report says
-so. They are driven by DIR/load.py, which they share, or by workloads.py if that is missing. Weights are float32 in
-Kvire and vLLM and four-bit in llama.cpp.
+Peers take part if DIR holds their starters and .peers their environments; else they are skipped,
+and the report says so. They are driven by DIR/load.py, which they share, or by workloads.py if that
+is missing. Weights are float32 in Kvire and vLLM and four-bit in llama.cpp.
 """
 
 import argparse
@@ -47,7 +48,10 @@ RUN_TIMEOUT_S = 900
 
 @dataclass(frozen=True)
 class Workload:
-    """What the client is told. own: only workloads.py knows it."""
+    """What the client is told.
+
+    own: only workloads.py knows it.
+    """
 
     name: str
     work: str
@@ -149,7 +153,9 @@ def drive(workload: Workload, server: Server, peers: Path, turn: int) -> list[Ro
 
 
 def wake(server: Server) -> None:
-    """One token: a server that waited while others ran gets its weights back into memory before it is measured."""
+    """One token: a server that waited while others ran gets its weights back into memory before it
+    is measured.
+    """
     options = argparse.Namespace(url=server.url, model=server.model, max_tokens=1)
     workloads.chat(options, [workloads.message("user", "Hello")])
 
@@ -158,7 +164,8 @@ def measures(workload: Workload, rows: Sequence[Row]) -> dict[str, float]:
     """What one run of a workload says; times in ms."""
     if workload.work == "shared":
         total = sum(row["out"] for row in rows) / max(row["e2e_ms"] for row in rows) * 1e3
-        # Per answer from its first token on: other prompts are still being read during a part of it.
+        # Per answer from its first token on: other prompts are still being read during a part of
+        # it.
         decode = len(rows) * 1e3 / statistics.median(row["tpot_ms"] for row in rows)
         return {"output tok/s": total, "decode tok/s": decode}
     cold = next(row for row in rows if row["state"] == "cold")

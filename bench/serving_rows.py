@@ -1,4 +1,4 @@
-"""What serving.py makes of its samples: every figure with its baseline, its physical limit and its bar."""
+"""Rows of serving.py's report: every figure with its baseline, its physical limit and its bar."""
 
 import statistics
 from pathlib import Path
@@ -69,7 +69,9 @@ def multiturn(found: dict[str, Found], rows: list[Row], roofline: Roofline) -> l
 
 
 def throughput(name: str, found: dict[str, Found], rows: list[Row], roofline: Roofline) -> list[Row]:
-    """Output tokens a second over the whole run, prompts included; and, without sharing, of decoding alone."""
+    """Output tokens a second over the whole run, prompts included; and, without sharing, of
+    decoding alone.
+    """
     sharing = name == "shared"
     out = rows[0]["out"]
     prompts = [row["prompt"] for row in rows]

@@ -1,14 +1,15 @@
-"""What the store is worth to the engine, and what it costs: SmolLM2, float16 pool, on this machine.
+"""Gain and cost of the store in the engine: SmolLM2, float16 pool, on this machine.
 
     python bench/store_engine.py [--rounds 3] [--json FILE]
 
 Four questions, each answered in rounds in which every variant takes its turn:
 
-- A document of 1,668 tokens, asked about by an engine that holds nothing while the store does: first token beside the
-  same prompt computed, and beside the same prompt with its blocks still in the pool (which computes the same tail).
+- A document of 1,668 tokens, asked about by an engine with an empty pool and a warm store: first
+  token beside the same prompt computed, and beside the same prompt with its blocks still in the
+  pool (which computes the same tail).
 - The same with sealed and with checksummed frames, from page cache and from dropped pages.
-- 4,096 tokens from a tier that is slow (10 and 1 MB/s, one block at a time), far (300 ms) or dying (stops in the
-  middle): first token beside an engine without a store.
+- 4,096 tokens from a tier that is slow (10 and 1 MB/s, one block at a time), far (300 ms) or dying
+  (stops in the middle): first token beside an engine without a store.
 - Prefill and decode of an engine that saves everything beside one that saves nothing.
 """
 
@@ -39,7 +40,10 @@ OPTIONS = {"kv_dtype": "float16", "kv_memory": "512MiB"}
 
 
 class Throttled:
-    """A disk tier behind a bad line. stops_after: reads; then each waits until it is told to stop waiting."""
+    """A disk tier behind a bad line.
+
+    stops_after: reads; then each waits until it is told to stop waiting.
+    """
 
     local = False
     kind = TierKind.REMOTE

@@ -1,11 +1,12 @@
-"""How fast blocks come back from each tier, beside what the machine can do: 4,096 tokens of SmolLM2 in float16, 94 MB.
+"""Read speed of each tier beside the machine's own: 4,096 tokens of SmolLM2 in float16, 94 MB.
 
     python bench/store_tiers.py [--rounds 7] [--json FILE]
 
-256 blocks of 368,640 bytes through TieredStore.load, from the request to the last verified byte in its place. In every
-round each tier takes its turn, beside a plain copy of the same bytes, `dd iflag=direct` of a file as large, and the
-same values received over a plain socket from the same Redis server. Cold means that the files' pages were written out
-and dropped; a virtual disk may still have them.
+256 blocks of 368,640 bytes through TieredStore.load, from the request to the last verified byte in
+its place. In every round each tier takes its turn, beside a plain copy of the same bytes, `dd
+iflag=direct` of a file as large, and the same values received over a plain socket from the same
+Redis server. Cold means that the files' pages were written out and dropped; a virtual disk may
+still have them.
 """
 
 import argparse
@@ -176,7 +177,9 @@ _ports: list[int] = []
 
 @contextmanager
 def raw_redis(folder: Path, kv: np.ndarray):  # noqa: ARG001
-    """The same values under keys of their own, asked for one after the other and received into place."""
+    """The same values under keys of their own, asked for one after the other and received into
+    place.
+    """
     client = socket.create_connection(("127.0.0.1", _ports[0]))
     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for i in range(BLOCKS):

@@ -2,8 +2,8 @@
 
     python bench/table.py [FOLDER]
 
-A report with a "table" (figures.py) gives its rows; decode attention keeps raw rows of its own, which are put beside
-plain reads here; any other report is linked.
+A report with a "table" (figures.py) gives its rows; decode attention keeps raw rows of its own,
+which are put beside plain reads here; any other report is linked.
 """
 
 import json

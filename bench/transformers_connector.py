@@ -1,11 +1,13 @@
-"""What a stored cache is worth to transformers' own generate(): SmolLM2, float32, on this machine.
+"""Gain of a stored cache for transformers' own generate(): SmolLM2, float32, on this machine.
 
-    python bench/transformers_connector.py [--prompts 20] [--tokens 2000] [--python INTERPRETER ...] [--json FILE]
+    python bench/transformers_connector.py [--prompts 20] [--tokens 2000]
+        [--python INTERPRETER ...] [--json FILE]
 
-One process answers every prompt twice, in turns: as the model does by itself, and through a stored cache that has
-nothing yet. The next process answers them again from the store. Prompts are stretches of this repository's sources.
-Time to first token is from the call of generate() to the first token that a streamer gets; it includes the check of
-all weights and the load. --python: of environments with other versions of transformers.
+One process answers every prompt twice, in turns: as the model does by itself, and through a stored
+cache that has nothing yet. The next process answers them again from the store. Prompts are
+stretches of this repository's sources. Time to first token is from the call of generate() to the
+first token that a streamer gets; it includes the check of all weights and the load. --python: of
+environments with other versions of transformers.
 """
 
 import argparse
@@ -100,7 +102,9 @@ def warm_up() -> list[int]:
 
 
 def documents(tokenizer: Any, count: int, tokens: int, kept: Path) -> list[list[int]]:
-    """Stretches of this repository's sources, none of which begins as another does; the same in both processes."""
+    """Stretches of this repository's sources, none of which begins as another does; the same in
+    both processes.
+    """
     if not kept.exists():
         text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((reporting.ROOT / "src").rglob("*.py")))
         ids = tokenizer(text[: 12 * count * tokens], add_special_tokens=False).input_ids

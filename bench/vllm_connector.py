@@ -1,12 +1,14 @@
-"""What the store is worth under vLLM, and what it costs where nothing can be reused: vLLM alone beside vLLM with
-KvireConnector, both running all the time and asked in turns.
+"""Gain and cost of the store under vLLM: vLLM alone beside vLLM with KvireConnector.
+
+Both run all the time and are asked in turns; the cost is that of prompts without any reuse.
 
     KVIRE_VLLM_PYTHON=... python bench/vllm_connector.py [--rounds 3] [--documents 3] [--json FILE]
 
-A round asks both a question about documents that neither has seen (no reuse: TTFT), and sends both sixteen short
-prompts at once (no reuse: throughput). Then vLLM alone is asked another question about each document, which its own
-prefix cache knows; and vLLM with the store is ended, started again, and asked the same: only the disk knows it.
-Model: SmolLM2-135M in float32; answers of both are compared word for word. docs/vllm.md says how to set up the Python.
+A round asks both a question about documents that neither has seen (no reuse: TTFT), and sends both
+sixteen short prompts at once (no reuse: throughput). Then vLLM alone is asked another question
+about each document, which its own prefix cache knows; and vLLM with the store is ended, started
+again, and asked the same: only the disk knows it. Model: SmolLM2-135M in float32; answers of both
+are compared word for word. docs/vllm.md says how to set up the Python.
 """
 
 import argparse

@@ -1,11 +1,12 @@
-"""Kvire's connector beside what else vLLM can keep KV in, on this machine: how fast a prompt is after a restart, or how
-it refuses to start.
+"""Kvire's connector beside vLLM's other KV stores: a prompt after a restart.
 
     KVIRE_VLLM_PYTHON=... python bench/vllm_tiers.py [--rounds 3] [--tokens 1668] [--json FILE]
 
-Each way has an engine of its own (SmolLM2-135M, float32), which computes a prompt of random tokens; then one more,
-started on what the first one left, which is asked the same. Time to the first token, without a server around it.
-LMCache is tried with the Python that KVIRE_LMCACHE_PYTHON names, if it does: one that imports vllm and lmcache.
+Each store has an engine of its own (SmolLM2-135M, float32), which computes a prompt of random
+tokens; a second engine, started on the blocks that the first one stored, is asked the same, or
+refuses to start. Time to the first token, without a server around it.
+
+LMCache is measured if KVIRE_LMCACHE_PYTHON names a Python that imports vllm and lmcache.
 """
 
 import argparse
@@ -121,7 +122,9 @@ def asked(engine: Vllm, prompt: list[int]) -> Any:
 
 
 def started(name: str, transfer: dict[str, Any] | None, folder: Path) -> Vllm:
-    """An engine that has answered something: the first request of a process pays for what is made once."""
+    """An engine that has answered something: the first request of a process pays for what is made
+    once.
+    """
     more = {} if transfer is None else {"kv_transfer_config": transfer | {"kv_role": "kv_both"}}
     is_lmcache = name.startswith("LMCache")
     if is_lmcache and LMCACHE_PYTHON not in os.environ:

@@ -1,14 +1,15 @@
 """Workloads of chats against any OpenAI-compatible endpoint, each run in a process of its own.
 
-    python bench/workloads.py --url http://127.0.0.1:8000/v1 --model NAME --work WORK --out FILE.json
+    python bench/workloads.py --url http://127.0.0.1:8000/v1 --model NAME --work WORK
+        --out FILE.json
 
 docqa      one document, four questions one after another: the first is cold, the others warm
 multiturn  a conversation of six turns
 shared     --concurrency requests at once behind one system prompt of --doc-words words
 again      one prompt five times: the first is cold, the others warm
 
-FILE holds a list of {ttft_ms, tpot_ms, e2e_ms, prompt, out, cached, text, state} with state cold, warm or load.
-Prompts are words drawn with --seed.
+FILE holds a list of {ttft_ms, tpot_ms, e2e_ms, prompt, out, cached, text, state} with state cold,
+warm or load. Prompts are words drawn with --seed.
 """
 
 import argparse
@@ -52,7 +53,9 @@ def docqa(options: argparse.Namespace) -> list[Row]:
 
 
 def again(options: argparse.Namespace) -> list[Row]:
-    """A text that makes sense: random words can be answered by special tokens, which have no text to be timed."""
+    """A text that makes sense: random words can be answered by special tokens, which have no text
+    to be timed.
+    """
     words = REPORT.read_text(encoding="utf-8").split()[: options.doc_words]
     prompt = f"Copy {options.seed}. {' '.join(words)}\n\nWhat is this report about?"
     return one_by_one(options, [[message("user", prompt)]] * 5)

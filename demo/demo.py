@@ -1,4 +1,6 @@
-"""The main job, on a real model: `make demo`; `--picture demo/cache_off_and_on.svg` draws README's picture anew.
+"""The main job, on a real model: `make demo`.
+
+`--picture demo/cache_off_and_on.svg` draws README's picture anew.
 
 1. Three questions about a long report, cold and then warm: what is reused, and what that saves.
 2. The process is killed and started again: the same question, warm from disk.
@@ -135,7 +137,9 @@ def kill_and_restart() -> None:
 
 
 def one_life(folder: str, messages: Path) -> dict:
-    """What a process of its own answers; it is killed a second later, which is what writing in the background takes."""
+    """What a process of its own answers; it is killed a second later, which is what writing in the
+    background takes.
+    """
     command = [sys.executable, HERE / "one_life.py", folder, messages]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -217,13 +221,17 @@ def step_without_cache(llm: LLM, ids: list[int]) -> float:
 
 
 def step_with_cache(llm: LLM, ids: list[int]) -> float:
-    """Seconds for the next token when the KV of all earlier ones is there (mean of eight, best of two)."""
+    """Seconds for the next token when the KV of all earlier ones is there (mean of eight, best of
+    two).
+    """
     runs = [llm.generate(ids, max_tokens=9, temperature=0, ignore_eos=True) for _ in range(2)]
     return min(run.timing.tpot_s for run in runs)
 
 
 def cumulative(steps: list[float]) -> list[float]:
-    """Seconds to write the whole text: steps integrated over length, constant below the first point."""
+    """Seconds to write the whole text: steps integrated over length, constant below the first
+    point.
+    """
     total = [steps[0] * LENGTHS[0]]
     for i in range(1, len(steps)):
         total.append(total[-1] + (steps[i - 1] + steps[i]) / 2 * (LENGTHS[i] - LENGTHS[i - 1]))

@@ -1,4 +1,4 @@
-"""A process that answers one question over the store in a folder, prints the result as JSON, and waits to be killed.
+"""Answers one question over a folder's store, prints the result as JSON, and waits to be killed.
 
 python demo/one_life.py FOLDER MESSAGES.json
 """

@@ -25,7 +25,9 @@ class Series:
 
 
 def exponent(series: Series) -> float:
-    """Slope of the least-squares line through the logarithms of the upper two thirds of the points."""
+    """Slope of the least-squares line through the logarithms of the upper two thirds of
+    the points.
+    """
     start = len(series.x) // 3
     xs, ys = [math.log(v) for v in series.x[start:]], [math.log(v) for v in series.y[start:]]
     mx, my = sum(xs) / len(xs), sum(ys) / len(ys)

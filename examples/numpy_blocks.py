@@ -1,7 +1,8 @@
-"""The store alone, without an engine and without torch: keep arrays under the tokens that they belong to, end the
-process, and find them again in another one.
+"""The store alone, without an engine and without torch.
 
-    python examples/numpy_blocks.py            both halves, one process after the other, in a temporary folder
+It keeps arrays under their tokens, and another process finds them again.
+
+    python examples/numpy_blocks.py            both halves, each in a process, in a temporary folder
     python examples/numpy_blocks.py put DIR    or each by hand
     python examples/numpy_blocks.py get DIR
 """
@@ -32,7 +33,10 @@ def kv_of_block(index: int) -> np.ndarray:
 
 
 def records(store: TieredStore) -> list[BlockRecord]:
-    """Names of the prompt's blocks. Whatever decides KV besides tokens is in the namespace, the tenant's salt too."""
+    """Names of the prompt's blocks.
+
+    Whatever decides KV besides tokens is in the namespace, the tenant's salt too.
+    """
     salt = store.tenant("").salt
     namespace = Namespace(
         weights="digest of the weight files", config="digest of the model config", numerics="float16",

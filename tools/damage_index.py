@@ -1,9 +1,11 @@
 """Damage the index of a store folder at random, use the store, and count what came of it.
 
-    python tools/damage_index.py [--bits 20000] [--bursts 5000] [--seed 1] [--json docs/results/index_damage.json]
+    python tools/damage_index.py [--bits 20000] [--bursts 5000] [--seed 1]
+        [--json docs/results/index_damage.json]
 
-Half of the damages are done to a store in use, half before it is opened. What is damaged, called and counted:
-tests/store/index_damage.py, of which the tests run a thousand. About 20 minutes in memory; run it with `nice`.
+Half of the damages are done to a store in use, half before it is opened. What is damaged, called
+and counted: tests/store/index_damage.py, of which the tests run a thousand. About 20 minutes in
+memory; run it with `nice`.
 """
 
 import argparse

@@ -2,13 +2,16 @@
 
     python tools/gpu_check.py [--json FILE] [--model NAME] [--device cpu]
 
-Parts run one after the other, each within a time of its own; one that fails does not stop the others. Exit code 1:
-something was wrong; 2: there is no GPU to check. What did not fit into its part's time is counted as not reached.
---device cpu rehearses the same code with smaller sizes. What each figure is compared with is in gpu_speed.py.
+Parts run one after the other, each within a time of its own; one that fails does not stop the
+others. Exit code 1: something was wrong; 2: there is no GPU to check. Checks that did not fit into
+their part's time are counted as not reached. --device cpu rehearses the same code with smaller
+sizes. gpu_speed.py has the baselines of the figures.
 
-right    every family and pool dtype: logprobs of prompts (in chunks, beside decodes) and of answers, cold and warm,
-         against the model's own uncached forward on the same device, and that one against the CPU's
-traffic  random traffic, every answer against an engine that reuses nothing (tests/harness/differential.py)
+right    every family and pool dtype: logprobs of prompts (in chunks, beside decodes) and of
+         answers, cold and warm, against the model's own uncached forward on the same device, and
+         that one against the CPU's
+traffic  random traffic, every answer against an engine that reuses nothing
+         (tests/harness/differential.py)
 speed    prefill and decode, decode attention, blocks to the host and back, break-even bandwidth
 """
 
@@ -53,8 +56,9 @@ from kvire.models.resolve import resolve
 REHEARSAL = 0.5  # share of each part's time
 GIVE_UP_S = 480  # a kernel that never ends cannot be interrupted otherwise
 
-# Nats between a token's logprob over the cache and without one, on tiny models whose logits reach +-30. float32: no
-# token may differ by more. Others: the typical token, since rounding may send one to another expert.
+# Nats between a token's logprob over the cache and without one, on tiny models whose logits reach
+# +-30. float32: no token may differ by more. Others: the typical token, since rounding may send one
+# to another expert.
 TOLERANCE_NATS = {"float32": 0.002, "float16": 0.02, "bfloat16": 0.1, "int8": 0.3}
 CPU_TOLERANCE_NATS = 0.01  # the typical token, uncached on the device against uncached on the CPU: TF32 gives more
 PROMPT_TOKENS = (90, 3, 41, 33, 64)  # the tiny models' windows are 24 tokens

@@ -1,9 +1,9 @@
 """The figures of gpu_check.py, each beside the limit of the machine that it is compared with.
 
-prefill, decode      tokens per second of the whole engine; no limit is given
-decode attention     bytes of KV read per second, beside what a plain copy on the device moves (reads + writes)
-blocks               bytes per second to the host and back, beside one large copy from pinned memory
-break-even           bandwidth from which loading a token's KV is faster than computing it: bytes per token x prefill
+prefill, decode      tokens per second of the whole engine; no limit is given decode attention
+bytes of KV read per second, beside what a plain copy on the device moves (reads + writes) blocks
+bytes per second to the host and back, beside one large copy from pinned memory break-even
+bandwidth from which loading a token's KV is faster than computing it: bytes per token x prefill
 """
 
 import math
@@ -134,7 +134,9 @@ def engine(device: torch.device, model: str, hold: Hold) -> dict[str, Any]:
 
 
 def blocks(device: torch.device, limit: dict[str, float], hold: Hold) -> list[dict[str, Any]]:
-    """Blocks of Llama-3-8B's shape in float16, in random order, to the host and back; every byte compared."""
+    """Blocks of Llama-3-8B's shape in float16, in random order, to the host and back; every byte
+    compared.
+    """
     layers, count = (4, 16) if device.type == "cpu" else (32, 256)
     spec = KVSpec((KVGroup(LayerKind.FULL, tuple(range(layers)), 8, 128, 128),), "float16", BLOCK_SIZE)
     slabs = PagedKV(spec, 2 * count, device).slabs[0]

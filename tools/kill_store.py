@@ -1,4 +1,4 @@
-"""Kill whoever writes to a disk tier, 10,000 times, and check after each that nothing is wrong and nothing is lost.
+"""Kill a disk tier's writer 10,000 times; after each kill no block may be wrong or lost.
 
     python tools/kill_store.py [KILLS] [FOLDER]   about 10 minutes for 10,000 in memory
 

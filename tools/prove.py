@@ -5,8 +5,9 @@
     python tools/prove.py pool --operations 1000000
     python tools/prove.py text --triples 10000
 
-Prints how many there were, how many went wrong, and what none wrong of N means: with 95 % confidence fewer than
-3 in N do. --json adds the result to docs/results/proof.json. The exit status is 1 if anything went wrong.
+Prints how many there were, how many went wrong, and what none wrong of N means: with 95 %
+confidence fewer than 3 in N do. --json adds the result to docs/results/proof.json. The exit status
+is 1 if anything went wrong.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""How many files a request passes on its way from HTTP to its first token, with a disk hit; and which.
+"""The files that a request with a disk hit passes from HTTP to its first token, and their number.
 
     python tools/trace_request.py [--model smollm2] [--json FILE]
 
-A server that has measured its speed answers one chat request whose prompt's KV is on disk. Every file of Kvire with a
-call on the way is noted, from the first byte of the request until the first token leaves, on all threads but those
-that the answer does not wait for.
-Printed, in order of the first call:
+A server that has measured its speed answers one chat request whose prompt's KV is on disk. Every
+file of Kvire with a call on the way is noted, from the first byte of the request until the first
+token leaves, on all threads but those that the answer does not wait for. Printed, in order of the
+first call:
 
 files: with at least one call.
 hops: those of them that pass the request on, by a call into a file that had no call yet.
@@ -43,7 +43,8 @@ OTHER = "A prompt of its own, from which the server learns how fast it computes.
 class Trace:
     """Of calls between files while `is_on`.
 
-    entered: each file in order of its first call, with the file that called it first and the thread's name.
+    entered: each file in order of its first call, with the file that called it first and the
+        thread's name.
     """
 
     is_on: bool = False

@@ -1,13 +1,18 @@
-"""Whether vLLM with the store ever gives another answer than without: real engines, asked and killed at any length.
+"""Does vLLM with the store ever answer otherwise than without? Real engines, asked and killed.
 
-    KVIRE_VLLM_PYTHON=... python tools/vllm_check.py [--requests 200] [--kills 0] [--model smollm2] [--json FILE]
+    KVIRE_VLLM_PYTHON=... python tools/vllm_check.py [--requests 200] [--kills 0]
+        [--model smollm2] [--json FILE]
 
-Requests: prompts that begin with parts of one another, greedy, first of vLLM alone, then of vLLM with the store, which
-is ended and started again LIVES times meanwhile; then all of them once more on the warm store. Kills: engines that
-are killed with SIGKILL in the middle of requests, and started again on what is left. An answer that differs is wrong,
-unless it goes apart at a choice whose two likeliest tokens were closer than rounding: those are counted as near-ties,
-and listed. Exit status 1 if anything was wrong, or an engine did not start. docs/vllm.md says how to set up the Python;
-a start takes half a minute of two cores. Progress on stderr.
+Requests: prompts that begin with parts of one another, greedy, first of vLLM alone, then of vLLM
+with the store, which is ended and started again LIVES times meanwhile; then all of them once more
+on the warm store. Kills: engines that are killed with SIGKILL in the middle of requests, and
+started again on the store as they left it.
+
+An answer that differs is wrong, unless it diverges at a choice whose two likeliest tokens were
+closer than rounding: such near-ties are counted and listed.
+
+Exit status 1 if anything was wrong, or an engine did not start. docs/vllm.md says how to set up the
+Python; a start takes half a minute of two cores. Progress on stderr.
 """
 
 import argparse
@@ -39,7 +44,10 @@ PLAIN_IDS = range(1000, 40000)  # of SmolLM2's vocabulary: no control tokens
 
 
 class Engines:
-    """Called, it starts an engine on one folder. starts: how many there were."""
+    """Called, it starts an engine on one folder.
+
+    starts: how many there were.
+    """
 
     def __init__(self, model: Path, folder: Path) -> None:
         self._model = model
@@ -47,7 +55,10 @@ class Engines:
         self.starts = 0
 
     def __call__(self, *, stored: bool = True, spawns: bool = True) -> Vllm:
-        """With the store, or without. spawns: see Vllm."""
+        """With the store, or without.
+
+        spawns: see Vllm.
+        """
         options = {
             "store": str(self._folder / "store"),
             "key_file": str(self._folder / "keys" / "keyring.json"),

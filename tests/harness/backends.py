@@ -23,7 +23,9 @@ INNER_RUN = pytest.mark.skipif("KVIRE_ISA" in os.environ, reason="is the run ins
 
 
 def must_pass_on_a_plain_cpu(path: str) -> None:
-    """Run the tests of a file again with the kernels of the baseline instruction set, and without OpenMP."""
+    """Run the tests of a file again with the kernels of the baseline instruction set, and without
+    OpenMP.
+    """
     environment = {**os.environ, "KVIRE_ISA": "baseline", "KVIRE_OPENMP": "0"}
     names = "import kvire._native as n; print(n.isa(), n.thread_runtime())"
     told = subprocess.run([sys.executable, "-c", names], env=environment, capture_output=True, text=True, check=True)

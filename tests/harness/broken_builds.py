@@ -9,7 +9,8 @@ Claim = Callable[[], None]
 Test = Callable[..., None]
 Cases = list[tuple[Claim, list[Mutant]]]
 
-# How a claim fails. A TypeError is none of them: it says that the mutant no longer fits the code that it breaks.
+# How a claim fails. A TypeError is none of them: it says that the mutant no longer fits the code
+# that it breaks.
 NOTICED = (AssertionError, RuntimeError, IndexError, OSError, pytest.fail.Exception)
 
 
@@ -19,7 +20,9 @@ def each_claim(cases: Cases) -> pytest.MarkDecorator:
 
 
 def each_broken_build(cases: Cases) -> Callable[[Test], Test]:
-    """One test per claim and mutant, called `claim` and `mutant`; what the claim waits for is not waited for long."""
+    """One test per claim and mutant, called `claim` and `mutant`; what the claim waits for is not
+    waited for long.
+    """
     pairs = [(claim, mutant) for claim, broken in cases for mutant in broken]
     each = pytest.mark.parametrize(("claim", "mutant"), pairs, ids=lambda part: part.__name__)
     return lambda test: pytest.mark.usefixtures("short_of_patience")(each(test))

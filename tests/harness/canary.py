@@ -1,9 +1,10 @@
 """Forty clients, each with a secret; none may ever appear in another's answer.
 
-Two models. SmolLM2 is told a secret word and asked for it. `secret_llama` makes every trace of a secret surface: its
-weights are set by hand so that each token attends to the secrets in its context, all alike, and answers with the one
-that it sees most. A presence penalty takes each secret that was said out of the race, so an answer lists what the
-attended KV holds, a single foreign token included.
+Two models. SmolLM2 is told a secret word and asked for it. `secret_llama` makes every trace of a
+secret surface: its weights are set by hand so that each token attends to the secrets in its
+context, all alike, and answers with the one that it sees most. A presence penalty takes each secret
+that was said out of the race, so an answer lists what the attended KV holds, a single foreign token
+included.
 """
 
 import random
@@ -34,7 +35,10 @@ WORDS = (  # noqa: SIM905
 
 
 def secret_llama() -> torch.nn.Module:
-    """One layer, one head. Hidden: [secret i is here | attention found secret i | 1 | a secret is here]."""
+    """One layer, one head.
+
+    Hidden: [secret i is here | attention found secret i | 1 | a secret is here].
+    """
     found, one, is_secret = len(SECRETS), 2 * len(SECRETS), 2 * len(SECRETS) + 1
     hidden = head = 192
     config = LlamaConfig(
@@ -147,7 +151,10 @@ class SecretWords:
 
 @dataclass
 class Client:
-    """One conversation. secret: what only this client's prompts hold."""
+    """One conversation.
+
+    secret: what only this client's prompts hold.
+    """
 
     secret: int
     history: list[int] = field(default_factory=list)
@@ -156,7 +163,11 @@ class Client:
 
 @dataclass
 class CanaryTally:
-    """What came out. foreign: responses with another client's secret; recalled: with the client's own."""
+    """What came out.
+
+    foreign: responses with another client's secret;
+    recalled: with the client's own.
+    """
 
     responses: int = 0
     foreign: int = 0
@@ -175,7 +186,10 @@ def small_pool(talk: Talk, clients: int, turns: int) -> int:
 def run_canaries(
     engine: Engine, talk: Talk, seed: int, *, clients: int, turns: int, on_turn: Callable[[int], None] = lambda _: None
 ) -> CanaryTally:
-    """Every client takes `turns` turns, all at once, in random order. on_turn: told how many responses there are."""
+    """Every client takes `turns` turns, all at once, in random order.
+
+    on_turn: told how many responses there are.
+    """
     rng, tally = random.Random(seed), CanaryTally()
     opening = talk.opening(rng)
     everybody = [Client(secret, list(opening)) for secret in SECRETS[:clients]]

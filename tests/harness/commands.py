@@ -19,7 +19,9 @@ class Command(Protocol):
 def in_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: Sequence[object], stdin: str = ""
 ) -> tuple[int, str, str]:
-    """Exit status, standard output, standard error of `kvire WORDS`; importing torch anew each time takes minutes."""
+    """Exit status, standard output, standard error of `kvire WORDS`; importing torch anew each time
+    takes minutes.
+    """
     monkeypatch.setattr(sys, "argv", ["kvire", *map(str, words)])
     monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
     capsys.readouterr()

@@ -1,8 +1,11 @@
 """Random traffic through an engine, every answer compared with the same engine that reuses nothing.
 
-One episode is one engine with a pool, a step size and a crowd of its own. Three steps: `run` drives the traffic,
-`judge` asks the oracle (prefix_cache=False, one request at a time, samples one after the other) and compares as
-verdict.py says, `compare_blocks` recomputes what the engine still remembers and compares bytes.
+One episode is one engine with a pool, a step size and a crowd of its own, in three steps:
+
+- `run` drives the traffic;
+- `judge` asks the oracle (prefix_cache=False, one request at a time, samples one after the other)
+  and compares as verdict.py says;
+- `compare_blocks` recomputes the blocks that the engine still remembers and compares bytes.
 """
 
 import math
@@ -31,7 +34,9 @@ CANCELLED = 0.25  # share of requests that are cancelled, in episodes that cance
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to prove. build(num_blocks, attention=..., **options) -> an engine of EngineConfig's options."""
+    """A model to prove. build(num_blocks, attention=..., **options) -> an engine of EngineConfig's
+    options.
+    """
 
     name: str
     build: Callable[..., Engine]
@@ -59,7 +64,10 @@ SMOLLM2 = Subject("SmolLM2-135M", smollm2_engine, Shape(49152, BLOCK, 4 * BLOCK 
 
 @dataclass
 class Asked:
-    """One request on its way. cancel_after: cancelled once that many steps have passed since it came."""
+    """One request on its way.
+
+    cancel_after: cancelled once that many steps have passed since it came.
+    """
 
     request: Request
     cancel_after: int | None
@@ -76,7 +84,10 @@ class Asked:
 
 @dataclass
 class Tally:
-    """What came out, added up over episodes. wrong: requests with a wrong answer, and `faults` says why."""
+    """What came out, added up over episodes.
+
+    wrong: requests with a wrong answer, and `faults` says why.
+    """
 
     requests: int = 0
     answers: int = 0
@@ -146,7 +157,8 @@ def run(
 ) -> Episode:
     """Drive `requests` requests through a new engine, checking pool and accounts.
 
-    traffic: goes on from an earlier engine. store: what the engine keeps blocks in.
+    traffic: goes on from an earlier engine.
+    store: what the engine keeps blocks in.
     """
     rng = random.Random(seed)
     options = _random_options(rng, subject, deterministic=deterministic)
@@ -224,7 +236,9 @@ def _take(engine: Engine, open_: dict[str, Asked]) -> None:
 
 
 def _check_accounts(episode: Episode) -> None:
-    """reused + computed = prompt for every answer, and without cancellations the reports explain every token run."""
+    """reused + computed = prompt for every answer, and without cancellations the reports explain
+    every token run.
+    """
     engine, explained = episode.engine, 0
     settle(engine)
     assert engine.pool.num_free == engine.pool.num_blocks, "all blocks are free at idle"
@@ -278,9 +292,12 @@ def judge(episode: Episode) -> Tally:
 
 
 def compare_blocks(episode: Episode) -> int:
-    """Recompute every remembered block in a fresh engine; how many were compared. Raises AssertionError.
+    """Recompute every remembered block in a fresh engine; how many were compared.
 
-    Deterministic: identical bytes. Fast: no number further off than BLOCK_ERROR of the block's largest.
+    Raises AssertionError.
+
+    Deterministic: identical bytes. Fast: no number further off than BLOCK_ERROR of the block's
+    largest.
     """
     engine = episode.engine
     fresh = episode.another_engine()

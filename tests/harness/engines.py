@@ -1,4 +1,6 @@
-"""Small engines for tests: a random model whose answers depend on every cached token, and a scripted one."""
+"""Small engines for tests: a random model whose answers depend on every cached token, and a
+scripted one.
+"""
 
 import copy
 import random
@@ -44,7 +46,9 @@ class ByteTokenizer:
 
 @cache
 def tiny_llama():
-    """Weights large enough that an answer depends on every token it attends to (test_sensitivity)."""
+    """Weights large enough that an answer depends on every token it attends to
+    (test_sensitivity).
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=64,
@@ -77,7 +81,10 @@ def tiny_engine(num_blocks: int = 256, *, backend=None, max_model_len: int | Non
 def engine_of(
     model, spec: KVSpec, num_blocks: int | list[int], *, backend=None, max_model_len: int | None = None, **options
 ) -> Engine:
-    """A transformers model of at least VOCAB tokens over a pool of its own. num_blocks: or so many in each group."""
+    """A transformers model of at least VOCAB tokens over a pool of its own.
+
+    num_blocks: or so many in each group.
+    """
     paged = PagedKV(spec, num_blocks)
     deterministic = options.get("deterministic", False)
     backend = backend or best_attention("portable", deterministic=deterministic)
@@ -86,7 +93,9 @@ def engine_of(
 
 
 class ScriptedModel:
-    """Writes what it is told: after a prompt of n tokens, script[0], script[1], ... whatever the cache holds."""
+    """Writes what it is told: after a prompt of n tokens, script[0], script[1], ... whatever the
+    cache holds.
+    """
 
     def __init__(self, script: list[int], prompt_tokens: int) -> None:
         self.script = script
@@ -107,7 +116,10 @@ def scripted_engine(script: list[int], prompt_tokens: int = 5, num_blocks: int =
 
 
 def _engine(model, paged: PagedKV, num_blocks: int, max_model_len: int | None, options: dict) -> Engine:
-    """options: of EngineConfig; `store`, an open TieredStore; and `numerics`, which decide bits."""
+    """An engine over a tiny model.
+
+    options: of EngineConfig; `store`, an open TieredStore; and `numerics`, which decide bits.
+    """
     options = dict(options)
     store, numerics = options.pop("store", None), options.pop("numerics", "scripted")
     numerics += "/deterministic" * options.get("deterministic", False)
@@ -178,7 +190,8 @@ def drive(
             answer = answers[request.request_id, index]
             assert answer.cache is not None and answer.cache.prompt_tokens == len(request.token_ids)
             assert answer.cache.reused_tokens < len(request.token_ids)
-            # The last token of an answer is never run; the prompt is counted once, with the first answer.
+            # The last token of an answer is never run; the prompt is counted once, with the first
+            # answer.
             explained += answer.cache.recomputed_tokens + max(0, len(answer.token_ids) - 1)
             explained += answer.cache.computed_tokens if index == 0 else 0
     if exact:
@@ -198,7 +211,8 @@ def settle(engine: Engine) -> None:
 
 @contextmanager
 def held(engine: Engine, when: Callable[[], object] = lambda: True) -> Iterator[threading.Event]:
-    """While this lasts, the engine stands still in the first step for which `when()`, asked on its thread, is true.
+    """While this lasts, the engine stands still in the first step for which `when()`, asked on its
+    thread, is true.
 
     Gives an event: it does now.
     """

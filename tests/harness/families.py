@@ -31,7 +31,10 @@ def family_model(family: str) -> torch.nn.Module:
 
 
 def family_engine(family: str, **options) -> Engine:
-    """options: EngineConfig's; blocks of 16 tokens, and a pool that is large for tiny models."""
+    """An engine over a tiny model of the family.
+
+    options: EngineConfig's; blocks of 16 tokens, and a pool that is large for tiny models.
+    """
     config = EngineConfig.from_options({"block_size": BLOCK, "kv_memory": "8MiB"} | options)
     return build_engine(str(family_path(family)), config)[0]
 

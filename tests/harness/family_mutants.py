@@ -1,4 +1,6 @@
-"""Deliberately broken builds of the planner's reading of configs; tests/plan/test_hub_configs.py must notice each."""
+"""Deliberately broken builds of the planner's reading of configs; tests/plan/test_hub_configs.py
+must notice each.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""Deliberately broken builds whose KV is wrong, or read by the wrong sequence; tests/proof must notice each.
+"""Deliberately broken builds whose KV is wrong, or read by the wrong sequence; tests/proof must
+notice each.
 
 As in mutants.py, a mutant patches one function of Kvire for the length of a test.
 """
@@ -294,12 +295,16 @@ def window_hit_needs_too_little(patch: pytest.MonkeyPatch) -> None:
 
 
 def window_hit_needs_the_whole_prefix(patch: pytest.MonkeyPatch) -> None:
-    """A hit on sliding layers asks for every block from the first on, and so for those that went long ago."""
+    """A hit on sliding layers asks for every block from the first on, and so for those that went
+    long ago.
+    """
     patch.setattr(WindowPool, "match_length", BlockPool.match_length)
 
 
 def logits_are_kept(patch: pytest.MonkeyPatch) -> None:
-    """Every token leaves its logits behind, sixteen times: more than what earlier tests freed could take in."""
+    """Every token leaves its logits behind, sixteen times: more than what earlier tests freed could
+    take in.
+    """
     kept = []  # until the build is whole again
     next_token = Engine._next_token
 

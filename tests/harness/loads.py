@@ -17,8 +17,9 @@ from kvire.engine.request import Output, Request
 from kvire.plan.cost import Speed
 from kvire.store.tiered import TieredStore
 
-# What a token is said to cost to compute. PATIENT: so much that every load is waited for, however busy the machine.
-# HASTY: so little that a load that brings nothing is called off after some 50 ms. BUSY: less than any load.
+# What a token is said to cost to compute. PATIENT: so much that every load is waited for, however
+# busy the machine. HASTY: so little that a load that brings nothing is called off after some 50 ms.
+# BUSY: less than any load.
 PATIENT_S, HASTY_S, BUSY_S = 10.0, 1e-3, 1e-12
 BLOCK_BYTES = SPEC.block_bytes(0)
 

@@ -1,4 +1,5 @@
-"""Deliberately broken builds: each is a fault that a rival system shipped, and a replay must notice it.
+"""Deliberately broken builds: each is a fault that a rival system shipped, and a replay must notice
+it.
 
 A mutant patches one function of Kvire for the length of a test.
 """

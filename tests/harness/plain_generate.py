@@ -1,4 +1,6 @@
-"""Models as transformers runs them by itself, and calls of generate() that end where a test says."""
+"""Models as transformers runs them by itself, and calls of generate() that end where a
+test says.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ def load(path: Path, **options: object) -> PreTrainedModel:
 
 
 def tiny(family: str, path: Path, **overrides: Any) -> PreTrainedModel:
-    """A tiny model of a family; skips the test where this version of transformers has none, or cannot load it."""
+    """A tiny model of a family; skips the test where this version of transformers has none, or
+    cannot load it.
+    """
     try:
         return load(make_tiny(family, path, tokenizer=False, **overrides))
     except (ValueError, NotImplementedError) as error:

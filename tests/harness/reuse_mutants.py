@@ -1,4 +1,5 @@
-"""Deliberately broken builds of the planner of reuse, for the claim that every path makes: never slower than no cache.
+"""Deliberately broken builds of the planner of reuse, for the claim that every path makes: never
+slower than no cache.
 
 As in harness/mutants.py, a mutant patches one function of Kvire for the length of a test.
 """

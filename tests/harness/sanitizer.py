@@ -1,4 +1,6 @@
-"""What `make sanitize` needs of the tests: its build of the kernels, and memory that must not be touched."""
+"""What `make sanitize` needs of the tests: its build of the kernels, and memory that must not be
+touched.
+"""
 
 import ctypes
 import os
@@ -14,9 +16,11 @@ LIBRARY = "KVIRE_NATIVE_LIBRARY"  # path of the extension to test instead of the
 
 
 def load_library_under_test() -> None:
-    """Make the extension at $KVIRE_NATIVE_LIBRARY kvire._native; without the variable nothing happens.
+    """Make the extension at $KVIRE_NATIVE_LIBRARY kvire._native; without the variable nothing
+    happens.
 
-    Raises ImportError if it cannot be loaded, also for an empty path: tests of another library would tell nothing.
+    Raises ImportError if it cannot be loaded, also for an empty path: tests of another library
+    would tell nothing.
     """
     if LIBRARY not in os.environ:
         return
@@ -32,7 +36,8 @@ def load_library_under_test() -> None:
 
 @contextmanager
 def only_readable(memory: Tensor, parts: Iterable[Tensor]) -> Iterator[None]:
-    """Under AddressSanitizer, kernels that touch `memory` outside of its contiguous `parts` end the process.
+    """Under AddressSanitizer, kernels that touch `memory` outside of its contiguous `parts` end the
+    process.
 
     To the granularity of eight bytes. torch is not instrumented: its own accesses pass.
     """

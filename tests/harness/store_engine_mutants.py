@@ -1,4 +1,5 @@
-"""Deliberately broken builds of what joins engine and store; tests of the engine over stores must notice each.
+"""Deliberately broken builds of what joins engine and store; tests of the engine over stores must
+notice each.
 
 As in mutants.py, a mutant patches one function of Kvire for the length of a test.
 """
@@ -71,7 +72,9 @@ def memory_given_back_under_a_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def memory_given_back_before_a_copy(patch: pytest.MonkeyPatch) -> None:
-    """Memory is free when nothing is read into it just now, though something will be copied there."""
+    """Memory is free when nothing is read into it just now, though something will be
+    copied there.
+    """
 
     def broken(self):
         for lease, ticket in self.draining:
@@ -123,7 +126,9 @@ def cache_salt_dropped(patch: pytest.MonkeyPatch) -> None:
 
 
 def weights_are_known_by_name(patch: pytest.MonkeyPatch) -> None:
-    """Neither the digest of the weights nor what is looked at of them in memory is part of the namespace."""
+    """Neither the digest of the weights nor what is looked at of them in memory is part of the
+    namespace.
+    """
     namespace = build_module.namespace
     patch.setattr(build_module, "namespace", lambda **parts: namespace(**(parts | {"weights": ""})))
     patch.setattr(loader, "loaded_state", lambda model: "")
@@ -181,7 +186,9 @@ def saved_before_it_is_computed(patch: pytest.MonkeyPatch) -> None:
 
 
 def _with_memory(patch: pytest.MonkeyPatch, name: str, moved) -> None:
-    """In the prefetcher's method `name`, the memory of a block is that of moved(lease, index, group)."""
+    """In the prefetcher's method `name`, the memory of a block is that of moved(lease, index,
+    group).
+    """
     method, memory_of = getattr(Prefetcher, name), Prefetcher._memory_of
 
     def broken(self, seq, *arguments):
@@ -304,7 +311,9 @@ def loaded_tokens_counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def loaded_tokens_counted_again_after_preemption(patch: pytest.MonkeyPatch) -> None:
-    """What a preempted sequence had computed itself counts as reused when it comes back from the store."""
+    """What a preempted sequence had computed itself counts as reused when it comes back from the
+    store.
+    """
     take_over = Prefetcher.take_over
 
     def broken(self, seq):

@@ -242,7 +242,9 @@ def forgotten_blocks_are_still_written(patch: pytest.MonkeyPatch) -> None:
 
 
 def clear_stops_at_the_tiers(patch: pytest.MonkeyPatch) -> None:
-    """Clearing clears the tiers and not what is on its way to them; the writers do not look either."""
+    """Clearing clears the tiers and not what is on its way to them; the writers do not
+    look either.
+    """
     patch.setattr(Generations, "is_recent", lambda self, tenant, mark: True)
 
 

@@ -1,4 +1,6 @@
-"""Engines over every kind of tier, restarted on what the one before left: random traffic, one oracle."""
+"""Engines over every kind of tier, restarted on what the one before left: random traffic, one
+oracle.
+"""
 
 import random
 import time
@@ -26,7 +28,9 @@ DISK_BYTES = 64 * MIB
 
 
 class FixedPrefill(PrefillSpeed):
-    """Computing costs what the test says, so that the choice between loading and computing is the test's."""
+    """Computing costs what the test says, so that the choice between loading and computing is the
+    test's.
+    """
 
     def measured(self, start: int, count: int, seconds: float) -> None:
         self.samples += 1
@@ -75,8 +79,8 @@ def slow_remote(folder: Path, keyring: Keyring) -> list[tuple[Tier, Frames]]:
     return [(Slow(tier, 0.003), frames) for tier, frames in shared_folder(folder, keyring)]
 
 
-# By name: the tiers, and what one token is said to cost to compute. Where that is a little more than loading it,
-# both go on at once, from the two ends.
+# By name: the tiers, and what one token is said to cost to compute. Where that is a little more
+# than loading it, both go on at once, from the two ends.
 KINDS: dict[str, tuple[Tiers, float]] = {
     "memory": (memory, 0.01),
     "disk": (disk, 0.01),
@@ -103,7 +107,9 @@ def say_what_prefill_costs(engine: Engine, token_s: float) -> None:
 def prove_stored(
     subject: Subject, kind: str, folder: Path, seed: int, requests: int, *, lives: int, deterministic: bool
 ) -> Tally:
-    """`requests` requests, spread over `lives` engines one after the other on the same tiers (memory: the same too)."""
+    """`requests` requests, spread over `lives` engines one after the other on the same tiers
+    (memory: the same too).
+    """
     tiers, token_s = KINDS[kind]
     rng = random.Random(seed)
     traffic = Traffic(rng, subject.shape, logprobs=2 if deterministic else 20)

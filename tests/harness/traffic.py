@@ -1,4 +1,5 @@
-"""Random traffic as clients make it: prompts that share prefixes, are asked again, and grow turn by turn.
+"""Random traffic as clients make it: prompts that share prefixes, are asked again, and grow turn by
+turn.
 
 Everything follows from the seed and from the answers that came back.
 """
@@ -16,7 +17,11 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class Shape:
-    """How long things are. vocab: ids that prompts are made of. longest_prompt, longest_answer: in tokens."""
+    """How long things are.
+
+    vocab: ids that prompts are made of.
+    longest_prompt, longest_answer: in tokens.
+    """
 
     vocab: int
     block_size: int

@@ -1,11 +1,14 @@
 """When an answer equals the oracle's.
 
-Deterministic engines must give the oracle's tokens and logprobs, bit for bit. Fast ones may round differently:
+Deterministic engines must give the oracle's tokens and logprobs, bit for bit. Fast ones may round
+differently:
 
-- logprobs of tokens after the same history differ by at most MEAN_NATS on average over an answer, MAX_NATS at most;
-- a first other token is harmless only if the oracle's two likeliest tokens there are closer than TIE_NATS. (Where
-  penalties or a temperature stand between logits and choice, that rule says nothing; the logprobs still do.)
-- after it, the oracle scores the tokens of the answer that was given, so that nothing goes unjudged.
+- logprobs of tokens after the same history differ by at most MEAN_NATS on average over an answer,
+  MAX_NATS at most;
+- a first other token is harmless only if the oracle's two likeliest tokens there are closer than
+  TIE_NATS. (Where penalties or a temperature stand between logits and choice, that rule says
+  nothing; the logprobs still do.)
+- after it, the oracle scores the tokens of the given answer, so that none is left unjudged.
 """
 
 import math
@@ -21,7 +24,10 @@ MEAN_NATS, MAX_NATS, TIE_NATS = 0.05, 0.5, 0.15
 
 @dataclass(frozen=True)
 class Verdict:
-    """fault: what is wrong with an answer, if anything."""
+    """The judgement of one answer.
+
+    fault: the answer's error, or None.
+    """
 
     fault: str = ""
     diverged: bool = False
@@ -29,7 +35,9 @@ class Verdict:
 
 
 class Oracle:
-    """The same engine with nothing reused: each request alone, each sample computed from its first token."""
+    """The same engine with nothing reused: each request alone, each sample computed from its first
+    token.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -86,7 +94,10 @@ def nearly(oracle: Oracle, asked: Request, cold: Answer, warm: Answer) -> Verdic
 
 
 def as_far_as(warm: Answer, cold: Answer) -> Answer:
-    """What the oracle had said when the client left. The end that the client caused is none of the oracle's."""
+    """What the oracle had said when the client left.
+
+    The end that the client caused is none of the oracle's.
+    """
     count = len(warm.token_ids)
     finish = cold.finish_reason if warm.finish_reason != "abort" else "abort"
     return Answer(token_ids=cold.token_ids[:count], logprobs=cold.logprobs[:count], finish_reason=finish)

@@ -16,9 +16,11 @@ Say = Callable[[str], None]  # told before each step that takes a while
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPass:
-    """One pass and what it proved. ideal: by sample, the share of its prompt that an endless cache could have reused.
-    same_prompts: whether the pass sent the very texts of the work's probe (or fill, where it has none), so that answers
-    and times can be compared.
+    """One pass and what it proved.
+
+    ideal: by sample, the share of its prompt that an endless cache could have reused.
+    same_prompts: whether the pass sent the very texts of the work's probe (or fill, where it has
+        none), so that answers and times can be compared.
     """
 
     cell: GridCell
@@ -48,7 +50,9 @@ class Arm(Protocol):
         """How often `measure` says something in one repeat."""
 
     def measure(self, repeat: int, scale: TokenScale, say: Say) -> Iterator[MeasuredPass]:
-        """All states of all cells, once; scale: the same for all arms, so that they get the same words.
+        """All states of all cells, once.
+
+        scale: the same for all arms, so that they get the same words.
 
         Raises ConfigError if the server cannot be started or used.
         """
@@ -56,8 +60,11 @@ class Arm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Proves states from answers. spell: prompts as what KV depends on. slack_tokens: how far that may be off. by: what
-    spell gives, in words.
+    """Proves states from answers.
+
+    spell: prompts as what KV depends on.
+    slack_tokens: how far that may be off.
+    by: what spell gives, in words.
     """
 
     spell: Spell
@@ -76,8 +83,10 @@ class Judge:
         marked: bool = False,
         kept: Sequence[BenchPrompt] = (),
     ) -> MeasuredPass:
-        """What a pass proved. marked: a mark stood before every prompt. kept: what the server was sent before, the fill
-        aside, and may have kept.
+        """What a pass proved.
+
+        marked: a mark stood before every prompt.
+        kept: what the server was sent before, the fill aside, and may have kept.
         """
         before = prompts_of(work.fill) if state not in {TierState.E, TierState.Z} else []
         sent = [sample.prompt for sample in done.samples]
@@ -89,7 +98,8 @@ class Judge:
             for i, sample in enumerate(done.samples)
             if sample.answer.error is None
         ]
-        # Whatever was there, also the beginning that the chat template gives prompts of other workloads.
+        # Whatever was there, also the beginning that the chat template gives prompts of other
+        # workloads.
         waits = [(sample.sent_s, sample.sent_s + sample.answer.ttft_s) for sample in done.samples]
         ideal = ceiling(sent, waits, [*before, *kept], self.spell) if state is not TierState.Z else [0.0] * len(sent)
         # A mark stands behind what the chat template begins with; a salt stands before everything.

@@ -1,6 +1,7 @@
 """One streamed answer from any OpenAI-compatible server, and when each piece of it came.
 
-Threads and the standard library: the client shares the machine with the server and must cost it little.
+Threads and the standard library: the client shares the machine with the server and must cost it
+little.
 """
 
 import http.client
@@ -21,7 +22,12 @@ TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """url: ends in /v1. model: the name it answers to. extra: fields that go into every request."""
+    """A model behind an OpenAI-compatible address.
+
+    url: ends in /v1.
+    model: its name in the API.
+    extra: fields added to every request.
+    """
 
     url: str
     model: str
@@ -34,9 +40,12 @@ class Endpoint:
 class StreamedAnswer:
     """What came back. Times are seconds since the request was sent.
 
-    at_s, pieces: when each piece of text came, and what it was. end_s: when the answer was complete, also without any
-    text. usage: as the server counted. kvire: where a Kvire server says the KV came from, else empty. error: one word
-    for what went wrong ("timeout", "http_429", ...), else None; detail: more of that.
+    at_s, pieces: when each piece of text came, and what it was.
+    end_s: when the answer was complete, also without any text.
+    usage: as the server counted.
+    kvire: where a Kvire server says the KV came from, else empty.
+    error: one word for what went wrong ("timeout", "http_429", ...), else None;
+    detail: more of that.
     """
 
     at_s: tuple[float, ...]
@@ -75,7 +84,9 @@ class StreamedAnswer:
 
     @property
     def tpot_s(self) -> float | None:
-        """(E2E - TTFT) / (tokens - 1); None for a single token, or several that came as one piece."""
+        """(E2E - TTFT) / (tokens - 1); None for a single token, or several that came as
+        one piece.
+        """
         tokens = self.output_tokens
         return (self.e2e_s - self.ttft_s) / (tokens - 1) if tokens > 1 and len(self.pieces) > 1 else None
 
@@ -88,7 +99,10 @@ class StreamedAnswer:
 def ask(
     endpoint: Endpoint, messages: Sequence[ApiMessage], max_tokens: int, extra: Mapping[str, Any] | None = None
 ) -> StreamedAnswer:
-    """One answer at temperature 0, exactly `max_tokens` long where the server knows `ignore_eos`. Never raises."""
+    """One answer at temperature 0, exactly `max_tokens` long where the server knows `ignore_eos`.
+
+    Never raises.
+    """
     body = {
         "model": endpoint.model,
         "messages": list(messages),

@@ -20,7 +20,12 @@ SAME_MODEL = ("name", "weights_bytes")
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """row: what is compared. measure: of MEASURES. ratio: second over first; below 1, the second is faster."""
+    """One measure of one row, second report over first.
+
+    row: its name.
+    measure: of MEASURES.
+    ratio: second over first; below 1, the second is faster.
+    """
 
     row: Mapping[str, Any]
     measure: str
@@ -31,7 +36,11 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """differs: what is not the same besides, to be read before the ratios. only: rows that one of them lacks."""
+    """Two reports side by side.
+
+    differs: other differences of the two, to be read before the ratios.
+    only: rows that one of them lacks.
+    """
 
     ratios: tuple[Ratio, ...]
     differs: tuple[str, ...]
@@ -54,7 +63,9 @@ def compare(first: BenchReport, second: BenchReport, arms: tuple[str, str] = ("A
 
 
 def within(report: BenchReport) -> list[Ratio]:
-    """Arm B over arm A of one run, repeat by repeat: both were measured within minutes of each other."""
+    """Arm B over arm A of one run, repeat by repeat: both were measured within minutes of each
+    other.
+    """
     ours, theirs = _rows(report, "A"), _rows(report, "B")
     return [ratio for key in ours if key in theirs for ratio in _ratios(ours[key], theirs[key], paired=True)]
 

@@ -92,7 +92,9 @@ def notes(report: BenchReport) -> list[str]:
 
 
 def comparisons(report: BenchReport) -> list[str]:
-    """Beside each speed-up: the baseline that computes everything, and the bandwidth from which loading wins."""
+    """Beside each speed-up: the baseline that computes everything, and the bandwidth from which
+    loading wins.
+    """
     found = []
     for row in report["rows"]:
         baseline = row["summary"].get("baseline")
@@ -109,7 +111,9 @@ def comparisons(report: BenchReport) -> list[str]:
 
 
 def interval(value: Mapping[str, Any] | None, unit: Callable[[float], str]) -> str:
-    """Median, and in brackets how far it may lie from the true one, in the same unit: 3.2 s (2.9-3.5)."""
+    """Median, and in brackets how far it may lie from the true one, in the same unit: 3.2 s
+    (2.9-3.5).
+    """
     if value is None:
         return NOTHING
     text, low, high = (unit(value[name]) for name in ("median", "low", "high"))

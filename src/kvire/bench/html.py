@@ -56,7 +56,9 @@ def _lead(report: BenchReport) -> str:
 
 
 def _charts(made: Page, rows: list[BenchRow], title: str) -> None:
-    """TTFT by state for each workload: bars, or lines where there are several context lengths; then hits."""
+    """TTFT by state for each workload: bars, or lines where there are several context lengths; then
+    hits.
+    """
     for workload, at_once in dict.fromkeys((row["workload"], row["concurrency"]) for row in rows):
         mine = [
             r for r in rows if (r["workload"], r["concurrency"]) == (workload, at_once) and r["summary"].get("ttft_s")

@@ -13,7 +13,8 @@ Spell = Callable[[BenchPrompt], Units]
 class Seen:
     """Prompts that came before. Finds the longest beginning that a new one shares with any of them.
 
-    Of all prompts in sorted order, the one that shares most is a neighbour; so a look-up compares with two.
+    Of all prompts in sorted order, the one that shares most is a neighbour; so a look-up compares
+    with two.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,10 @@ class Seen:
         self._sorted.insert(bisect_left(self._sorted, units), units)
 
     def shared(self, units: Units, *, itself: bool = False) -> int:
-        """How many leading units some earlier prompt has as well. itself: it has been added, and does not count."""
+        """How many leading units some earlier prompt has as well.
+
+        itself: it has been added, and does not count.
+        """
         at = bisect_left(self._sorted, units)
         after = at + itself
         neighbours = self._sorted[max(0, at - 1) : at] + self._sorted[after : after + 1]
@@ -37,8 +41,8 @@ def common(one: Units, other: Units) -> int:
 
 
 def reusable(prompts: Sequence[BenchPrompt], before: Iterable[BenchPrompt], spell: Spell) -> list[float]:
-    """For each prompt, the share of it that begins like one of `before` or one earlier in the list; never all of it,
-    since the last token is always computed.
+    """For each prompt, the share of it that begins like one of `before` or one earlier in the list;
+    never all of it, since the last token is always computed.
     """
     seen = Seen()
     for prompt in before:
@@ -53,8 +57,10 @@ def reusable(prompts: Sequence[BenchPrompt], before: Iterable[BenchPrompt], spel
 def ceiling(
     prompts: Sequence[BenchPrompt], waits: Sequence[tuple[float, float]], before: Iterable[BenchPrompt], spell: Spell
 ) -> list[float]:
-    """As `reusable`, of prompts that may be under way together. waits: when each was sent, and when its first token
-    came: it may have met whatever else was sent until then.
+    """As `reusable`, of prompts that may be under way together.
+
+    waits: when each was sent, and when its first token came: it may have met whatever else was sent
+        until then.
     """
     seen = Seen()
     for prompt in before:
@@ -70,5 +76,7 @@ def ceiling(
 
 
 def characters(prompt: BenchPrompt) -> Units:
-    """For servers whose tokenizer is not at hand: shares of characters stand for shares of tokens."""
+    """For servers whose tokenizer is not at hand: shares of characters stand for shares
+    of tokens.
+    """
     return tuple(map(ord, prompt.text))

@@ -15,7 +15,10 @@ LEAST_RESAMPLED = (
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """coverage: how often such an interval holds the true median; None where there is none (a single value)."""
+    """A median and its interval.
+
+    coverage: how often such an interval holds the true median; None without one (a single value).
+    """
 
     median: float
     low: float
@@ -29,9 +32,11 @@ class Interval:
 
 
 def median_interval(values: Sequence[float]) -> Interval:
-    """By order statistics: between the k-th smallest and the k-th largest value lies the true median with a probability
-    that the binomial distribution gives. The narrowest such pair that reaches 95 %; with fewer than six values, all of
-    them (five: 93.75 %).
+    """By order statistics: between the k-th smallest and the k-th largest value lies the true
+    median with a probability that the binomial distribution gives.
+
+    The narrowest such pair that reaches 95 %; with fewer than six values, all of them (five: 93.75
+    %).
     """
     ordered, n = sorted(values), len(values)
     outside, k = 0.0, 0  # P(fewer than k + 1 of n values lie below the median)
@@ -46,8 +51,9 @@ def median_interval(values: Sequence[float]) -> Interval:
 
 
 def ratio_interval(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Interval:
-    """median(ours) / median(theirs) of two independent sets, by a percentile bootstrap of 95 %; with fewer than five
-    values in one of them it holds the true ratio less often, and states no coverage.
+    """median(ours) / median(theirs) of two independent sets, by a percentile bootstrap of 95 %;
+    with fewer than five values in one of them it holds the true ratio less often, and states no
+    coverage.
     """
     rng = random.Random(seed)  # noqa: S311 - resampling
     ratios = sorted(

@@ -1,4 +1,6 @@
-"""The built-in engine as one side of a comparison: which model, with which options, on which disk."""
+"""The built-in engine as one side of a comparison: which model, with which options, on
+which disk.
+"""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -28,8 +30,14 @@ DEFAULT_BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class KvireArm:
-    """model: as `kvire serve` takes it. options: more for it. place: a folder on the disk to measure, in which a store
-    is made and removed. remote: where state N finds its KV. encode: token ids of a prompt. program: the command.
+    """Servers of Kvire that are started for the measurement.
+
+    model: as `kvire serve` takes it.
+    options: more for it.
+    place: a folder on the disk to measure, in which a store is made and removed.
+    remote: where state N finds its KV.
+    encode: token ids of a prompt.
+    program: the command.
 
     Raises ConfigError where these do not fit each other, the settings or the model.
     """

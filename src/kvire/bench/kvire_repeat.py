@@ -1,4 +1,6 @@
-"""One repeat on the built-in engine: up to three processes, one after another, each over what the one before left."""
+"""One repeat on the built-in engine: up to three processes, one after another, each over what the
+one before left.
+"""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,14 +42,22 @@ FILLER = GridCell("filler", 0, 1)
 
 @dataclass(frozen=True, slots=True)
 class RepeatFolders:
-    """What a run needs. pool_tokens: the most that one cell touches. tokens: of all cells together."""
+    """What a run needs.
+
+    pool_tokens: the most that one cell touches.
+    tokens: of all cells together.
+    """
 
     pool_tokens: int
     tokens: int
 
 
 class Repeat:
-    """folder: where the store lies, empty at first. say: told of each step."""
+    """One repeat of a Kvire arm, with servers and a store of its own.
+
+    folder: of the store, empty at first.
+    say: takes a line about each step.
+    """
 
     def __init__(self, arm: "KvireArm", repeat: int, write: Writer, folder: Path, say: Say) -> None:
         self._arm, self._repeat, self._write, self._folder, self._say = arm, repeat, write, folder, say
@@ -97,7 +107,9 @@ class Repeat:
             yield self._pass(server, cell, TierState.Z, work)
 
     def _restarted(self, server: RunningServer, cell: GridCell, work: BenchWork) -> Iterator[MeasuredPass]:
-        """Passes without reuse, which leave nothing that anybody could meet, come before or after in turn."""
+        """Passes without reuse, which leave nothing that anybody could meet, come before or after
+        in turn.
+        """
         states = [TierState.D, TierState.Z] if self._repeat % 2 else [TierState.Z, TierState.D]
         for state in states:
             if state in self._wanted and (work.probe or state is TierState.Z):
@@ -132,7 +144,10 @@ class Repeat:
         return fields
 
     def _flush_pool(self, server: RunningServer) -> None:
-        """Fill the pool with other prompts. The memory tier keeps them: they are computed once in a process."""
+        """Fill the pool with other prompts.
+
+        The memory tier keeps them: they are computed once in a process.
+        """
         self._say("flushing the pool")
         if not self._filler:
             tokens = FILL_POOL * self._room.pool_tokens
@@ -145,7 +160,10 @@ class Repeat:
         server.flush()
 
     def _drop_page_cache(self) -> int | None:
-        """Bytes of the store that are still in memory. Before every pass: what one reads, the kernel reads beyond."""
+        """Bytes of the store that are still in memory.
+
+        Before every pass: what one reads, the kernel reads beyond.
+        """
         page_cache.drop(self._store)
         return page_cache.resident_bytes(self._store)
 
@@ -170,7 +188,9 @@ class Repeat:
             yield server
 
     def _options(self, *, local: bool) -> list[str]:
-        """The pool holds what one cell needs, so that flushing it takes little; tiers hold everything."""
+        """The pool holds what one cell needs, so that flushing it takes little; tiers hold
+        everything.
+        """
         arm, options = self._arm, [*self._arm.options]
         if not any(word.partition("=")[0] == "--kv-memory" for word in options):
             options += ["--kv-memory", str(int(self._room.pool_tokens * HEADROOM * arm.kv_bytes_per_token))]
@@ -197,7 +217,9 @@ class Repeat:
 
 
 def room(cells: Sequence[tuple[GridCell, BenchWork]], encode: Spell) -> RepeatFolders:
-    """What these prompts and their answers take, shared beginnings counted once; and what may be under way at once."""
+    """What these prompts and their answers take, shared beginnings counted once; and what may be
+    under way at once.
+    """
     most = every = 0
     for cell, work in cells:
         seen, unique, longest = Seen(), 0, 0

@@ -18,7 +18,11 @@ SATURATED = 0.5  # of one core: from here on, the client may be what is measured
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request of a pass. script, turn: which one. sent_s: since the pass began."""
+    """One request of a pass.
+
+    script, turn: which one.
+    sent_s: since the pass began.
+    """
 
     script: int
     turn: int
@@ -31,7 +35,8 @@ class Sample:
 class Pass:
     """All requests of scripts that were sent together, in the scripts' order.
 
-    client_cpu: share of one core that this process took. late_s: how much later than due a request was sent at most.
+    client_cpu: share of one core that this process took.
+    late_s: how much later than due a request was sent at most.
     """
 
     samples: tuple[Sample, ...]
@@ -42,8 +47,11 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """at_once: clients of a closed loop. rate_per_s: of an open one, with exponential times between arrivals; None for
-    a closed loop, or for scripts that bring their own times of arrival.
+    """How many clients, or how often they come.
+
+    at_once: clients of a closed loop.
+    rate_per_s: of an open loop, with exponential times between arrivals; None for a closed loop, or
+        for scripts that bring their own times of arrival.
     """
 
     at_once: int

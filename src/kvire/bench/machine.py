@@ -23,7 +23,9 @@ def describe() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Of the working tree that this package runs from, "+" behind it if that was changed; None if it is installed."""
+    """Of the working tree that this package runs from, "+" behind it if that was changed; None if
+    it is installed.
+    """
     folder = Path(__file__).parent
     found = _git(folder, "rev-parse", "--short=12", "HEAD")
     tracked = _git(folder, "ls-files", "--error-unmatch", str(folder / "__init__.py"))

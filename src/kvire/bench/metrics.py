@@ -19,7 +19,9 @@ SPLIT = ("queue_s", "load_s", "prefill_s")  # of TTFT, as servers may tell them
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must meet to count as good: seconds to the first token, and per token after it."""
+    """What a request must meet to count as good: seconds to the first token, and per token after
+    it.
+    """
 
     ttft_s: float = 1.0
     tpot_s: float = 0.1
@@ -44,7 +46,10 @@ class Slo:
 
 
 def summarise(samples: Sequence[Record], passes: Sequence[Record], slo: Slo) -> dict[str, Any]:
-    """All figures of a row that need no other row. Requests that failed count as errors and nowhere else."""
+    """All figures of a row that need no other row.
+
+    Requests that failed count as errors and nowhere else.
+    """
     good = [sample for sample in samples if sample["error"] is None]
     errors = dict(Counter(sample["error"] for sample in samples if sample["error"] is not None))
     client_cpu = max((one["client_cpu"] for one in passes), default=0.0)
@@ -71,8 +76,8 @@ def by_repeat(samples: Iterable[Record], name: str) -> dict[int, float]:
 
 
 def answered_in_both(one: Iterable[Record], other: Iterable[Record]) -> tuple[list[Record], list[Record]]:
-    """Of two rows that sent the same prompts, the samples whose prompt was answered in both: where requests failed,
-    those that are left may be the short ones.
+    """Of two rows that sent the same prompts, the samples whose prompt was answered in both: where
+    requests failed, those that are left may be the short ones.
     """
     mine, theirs = ({_place(s): s for s in samples if s["error"] is None} for samples in (one, other))
     both = [place for place in mine if place in theirs]
@@ -84,8 +89,10 @@ def _place(sample: Record) -> tuple[int, int, int]:
 
 
 def prefill_tokens_per_s(samples: Sequence[Record]) -> float | None:
-    """Prompt tokens computed per second in which some request waited for its first token, from requests without reuse;
-    median over repeats. Time in which none waited does not count, and time in which several did counts once.
+    """Prompt tokens computed per second in which some request waited for its first token, from
+    requests without reuse; median over repeats.
+
+    Time in which none waited does not count, and time in which several did counts once.
     """
     speeds = []
     for repeat in sorted({sample["repeat"] for sample in samples}):
@@ -135,7 +142,9 @@ def _rates(good: Sequence[Record], passes: Sequence[Record], slo: Slo) -> dict[s
 
 
 def _hits(good: Sequence[Record]) -> dict[str, Any]:
-    """Token hit rates: reused prompt tokens over all prompt tokens, of requests whose server counts both."""
+    """Token hit rates: reused prompt tokens over all prompt tokens, of requests whose server counts
+    both.
+    """
     counted = [sample for sample in good if sample["prompt_tokens"] and sample["cached_tokens"] is not None]
     prompt = sum(sample["prompt_tokens"] for sample in counted)
     if not prompt:

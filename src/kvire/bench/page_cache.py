@@ -1,6 +1,7 @@
 """Whether the blocks of a disk tier lie in the page cache, and out of it again.
 
-Only segments count, which hold them; the index beside them is small, and mapped by whoever has it open.
+Only segments count, which hold them; the index beside them is small, and mapped by whoever has it
+open.
 """
 
 import ctypes
@@ -13,7 +14,10 @@ from kvire.store.disk.segments import SUFFIX
 
 
 def drop(folder: Path) -> None:
-    """Write the store's segments to their disk and ask the kernel to forget their pages. It may keep some."""
+    """Write the store's segments to their disk and ask the kernel to forget their pages.
+
+    It may keep some.
+    """
     for path in _files(folder):
         try:
             handle = os.open(path, os.O_RDONLY)
@@ -28,7 +32,9 @@ def drop(folder: Path) -> None:
 
 
 def resident_bytes(folder: Path) -> int | None:
-    """Bytes of the store's segments that lie in memory, by mincore(2); None where the system does not say."""
+    """Bytes of the store's segments that lie in memory, by mincore(2); None where the system does
+    not say.
+    """
     try:
         return sum(_resident(path) for path in _files(folder))
     except (OSError, AttributeError):

@@ -1,4 +1,6 @@
-"""Prompts of words drawn with a seed, so that every server sees the same text, and how many tokens they are."""
+"""Prompts of words drawn with a seed, so that every server sees the same text, and how many tokens
+they are.
+"""
 
 import hashlib
 import random
@@ -8,7 +10,8 @@ from dataclasses import dataclass
 from kvire.bench.client import ApiMessage
 from kvire.core.errors import ConfigError
 
-# Common English words: nearly one token each for most tokenizers, and no phrase that a model knows by heart.
+# Common English words: nearly one token each for most tokenizers, and no phrase that a model knows
+# by heart.
 VOCABULARY = (
     "anchor basket candle desert engine forest garden harbor island jacket kettle ladder market needle orange "
     "paper quarry river silver table umbrella valley window yellow bridge copper dinner evening flower ground hammer "
@@ -19,7 +22,11 @@ VOCABULARY = (
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
-    """messages: the whole conversation. output_tokens: how long the answer shall be."""
+    """One request.
+
+    messages: the whole conversation.
+    output_tokens: length of the answer.
+    """
 
     messages: tuple[ApiMessage, ...]
     output_tokens: int
@@ -32,7 +39,10 @@ class BenchPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Prompts that one client sends, each after the answer to the one before. start_s: when, where that is given."""
+    """Prompts that one client sends, each after the answer to the one before.
+
+    start_s: when, where that is given.
+    """
 
     prompts: tuple[BenchPrompt, ...]
     start_s: float | None = None
@@ -40,14 +50,23 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class TokenScale:
-    """How long texts are in tokens. per_word: of VOCABULARY, with the space. head: of an empty conversation."""
+    """How long texts are in tokens.
+
+    per_word: of VOCABULARY, with the space.
+    head: of an empty conversation.
+    """
 
     per_word: float
     head: float
 
     @classmethod
     def measure(cls, count: Callable[[Sequence[ApiMessage]], int]) -> "TokenScale":
-        """count: tokens of a conversation, by a tokenizer or by a server's usage. Raises ConfigError for no count."""
+        """Find how many tokens a word takes.
+
+        count: tokens of a conversation, by a tokenizer or by a server's usage.
+
+        Raises ConfigError for no count.
+        """
         few, many = 16, 272
         short, long = (count((message("user", words(random.Random(n), n)),)) for n in (few, many))  # noqa: S311
         if short <= 0 or long <= short:
@@ -64,7 +83,11 @@ class TokenScale:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Makes texts. nonce: of this run, so that no server has seen the texts before; seed: what they are drawn from."""
+    """Makes texts.
+
+    nonce: of this run, so that no server has seen the texts before;
+    seed: what they are drawn from.
+    """
 
     scale: TokenScale
     seed: int

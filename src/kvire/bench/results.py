@@ -1,6 +1,8 @@
-"""The report of a run as JSON, schema kvire.bench/1: made from passes, written, and read again with care.
+"""The report of a run as JSON, schema kvire.bench/1: made from passes, written, and read again with
+care.
 
-docs/bench.md lists the fields. `summary` of a row can be computed again from its samples and passes; `compare` does so.
+docs/bench.md lists the fields. `summary` of a row can be computed again from its samples and
+passes; `compare` does so.
 """
 
 import hashlib
@@ -78,7 +80,10 @@ def write(report: BenchReport, path: Path) -> None:
 
 
 def read(path: Path) -> BenchReport:
-    """A report that has every field of its schema. Raises ConfigError, which names the first that is wrong."""
+    """A report that has every field of its schema.
+
+    Raises ConfigError, which names the first that is wrong.
+    """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -191,7 +196,9 @@ def _counterpart(
 
 
 def first_difference(one: Sequence[str], other: Sequence[str]) -> int | None:
-    """Index of the first piece, which is a token that shows, in which two answers differ; None if they are the same."""
+    """Index of the first piece, which is a token that shows, in which two answers differ; None if
+    they are the same.
+    """
     if "".join(one) == "".join(other):  # servers that send several tokens in a piece do not always cut alike
         return None
     shorter = min(len(one), len(other))
@@ -199,7 +206,9 @@ def first_difference(one: Sequence[str], other: Sequence[str]) -> int | None:
 
 
 def _set_beside(row: BenchRow, rows: Sequence[BenchRow], described: Mapping[str, Any]) -> None:
-    """Beside a speed-up: what computing everything takes, and the bandwidth from which loading wins."""
+    """Beside a speed-up: what computing everything takes, and the bandwidth from which loading
+    wins.
+    """
     key = ("workload", "context_tokens", "concurrency")
     same = [other for other in rows if all(other[name] == row[name] for name in key)]
     baseline = next((other for other in same if other["state"] == TierState.Z), None)
@@ -224,7 +233,8 @@ def _set_beside(row: BenchRow, rows: Sequence[BenchRow], described: Mapping[str,
 def loaded_bytes_per_token(
     groups: Sequence[Mapping[str, Any]] | None, samples: Sequence[Mapping[str, Any]]
 ) -> float | None:
-    """Bytes of KV that a tier gives for each token of a prompt of median length: of layers with a window, the window.
+    """Bytes of KV that a tier gives for each token of a prompt of median length: of layers with a
+    window, the window.
 
     None where groups are not told.
     """

@@ -20,7 +20,12 @@ def new_nonce() -> str:
 def measure(
     arms: Mapping[str, Arm], settings: Settings, progress: Progress, command: Sequence[str] = ()
 ) -> results.BenchReport:
-    """arms: by name, "A" first; they take turns within each repeat. Raises ConfigError."""
+    """Measure every arm and report.
+
+    arms: by name, "A" first; they take turns within each repeat.
+
+    Raises ConfigError.
+    """
     steps = settings.repeats * sum(arm.steps() for arm in arms.values())
     found: dict[str, list[MeasuredPass]] = {name: [] for name in arms}
     scale, *_ = [arm.scale for arm in arms.values()]  # the first one's, for all; asking warms every server up

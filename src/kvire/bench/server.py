@@ -28,7 +28,9 @@ TIER = re.compile(r'(?:tier|source)="([^"]*)"')
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What /metrics says, by name and, where there are any, by tier or source; other labels are left out."""
+    """What /metrics says, by name and, where there are any, by tier or source; other labels are
+    left out.
+    """
 
     values: dict[str, dict[str, float]]
 
@@ -47,7 +49,11 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """endpoint: where it answers. pid: its process."""
+    """A server's process.
+
+    endpoint: its address and model.
+    pid: of the process.
+    """
 
     endpoint: Endpoint
     pid: int
@@ -57,7 +63,9 @@ class RunningServer:
         return parse_metrics(get(self.endpoint, "/metrics").decode())
 
     def read_bytes(self) -> int | None:
-        """What the process has caused to be read from storage, by /proc/PID/io; None where that is not told."""
+        """What the process has caused to be read from storage, by /proc/PID/io; None where that is
+        not told.
+        """
         try:
             lines = Path(f"/proc/{self.pid}/io").read_text(encoding="ascii").splitlines()
         except OSError:
@@ -75,8 +83,11 @@ class RunningServer:
 
 
 class Traffic:
-    """Whether a new process is asked by nobody else, by its own count of prompts. ours: so far. A request that failed
-    may be counted late or never, and would hide one of somebody else.
+    """Whether a new process is asked by nobody else, by its own count of prompts.
+
+    ours: our prompts so far.
+
+    A failed request may be counted late or never, and would hide a foreign one.
     """
 
     def __init__(self) -> None:
@@ -84,7 +95,10 @@ class Traffic:
         self._counted = self._open = 0.0  # open: prompts of ours that were not counted yet
 
     def check(self, counters: Counters, sent: int = 0) -> None:
-        """sent: requests since the last time."""
+        """Compare the server's count of prompts with ours.
+
+        sent: requests since the last time.
+        """
         self._open += sent
         more = counters.of("kvire_prompts_total") - self._counted
         self.ours = self.ours and more <= self._open
@@ -106,9 +120,12 @@ def parse_metrics(text: str) -> Counters:
 def serving(
     model: str, options: Sequence[str], endpoint: Endpoint, program: Sequence[str] = PROGRAM
 ) -> Iterator[RunningServer]:
-    """Start `kvire serve MODEL OPTIONS` on a free port, wait until it answers, and stop it properly at the end.
+    """Start `kvire serve MODEL OPTIONS` on a free port, wait until it answers, and stop it properly
+    at the end.
 
-    endpoint: how to ask it, without an address yet. Raises ConfigError with the server's words if it does not start.
+    endpoint: how to ask it, without an address yet.
+
+    Raises ConfigError with the server's words if it does not start.
     """
     there = replace(endpoint, url=f"http://127.0.0.1:{free_port()}/v1", model=model)
     port = str(urlsplit(there.url).port)
@@ -121,7 +138,9 @@ def serving(
 def process_answering(
     words: Sequence[str], endpoint: Endpoint, environment: Mapping[str, str], folder: Path | None = None
 ) -> Iterator[int]:
-    """Start a server in a session of its own; the process id that leads it. Stopped with all its processes at the end.
+    """Start a server in a session of its own; the process id that leads it.
+
+    Stopped with all its processes at the end.
 
     Waits until `endpoint` answers. Raises ConfigError with the server's words if it does not start.
     """

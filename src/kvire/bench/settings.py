@@ -17,7 +17,10 @@ TRACE = "trace"
 
 @dataclass(frozen=True, slots=True)
 class GridCell:
-    """One workload at one size. context_tokens: about how long its longest prompts are."""
+    """One workload at one size.
+
+    context_tokens: about how long its longest prompts are.
+    """
 
     workload: str
     context_tokens: int
@@ -30,9 +33,13 @@ class GridCell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """states: which to measure. scripts: documents, conversations or agents in a pass; one a client at least.
-    rate_per_s: of an open loop. nonce: makes the prompts of this run new to every server. trace: a file to replay
-    beside the workloads.
+    """One run of `kvire bench`.
+
+    states: to measure.
+    scripts: documents, conversations or agents in a pass; at least one per client.
+    rate_per_s: of an open loop.
+    nonce: makes the prompts of this run new to every server.
+    trace: a file to replay beside the workloads.
     """
 
     workloads: tuple[str, ...]

@@ -8,8 +8,8 @@
     W  warm           somewhere, in a server that does not say where
     Z  no reuse       every request under a salt of its own
 
-A state is named only if what the answers and counters say cannot be otherwise. Everything here is arithmetic over what
-was seen (`Seen`); `run.py` collects it.
+A state is named only if what the answers and counters say cannot be otherwise. Everything here is
+arithmetic over what was seen (`Seen`); `run.py` collects it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,8 @@ from enum import StrEnum
 TIERS = ("device", "memory", "disk", "remote")
 ENOUGH = 0.9  # of what must have been reused, or read
 MOST = 0.5  # of what only a slow tier has: an engine may compute a part meanwhile
-# What prompts may share beyond what characters show: the beginning that the chat template writes, and one block.
+# What prompts may share beyond what characters show: the beginning that the chat template writes,
+# and one block.
 SLACK_TOKENS = 64
 
 
@@ -53,9 +54,12 @@ TIER_OF = {TierState.G: "device", TierState.R: "memory", TierState.D: "disk", Ti
 class SeenRequest:
     """Tokens of one prompt.
 
-    reused: not computed, or None where the server does not say; by_tier: the same by where they came from, or None.
-    stored: shared with the fill. inside: shared with any other request of the pass. earlier: with those before it in
-    the pass. slower: whether the engine says that it computed what is stored, since that was faster.
+    reused: not computed, or None where the server does not say;
+    by_tier: the same by where they came from, or None.
+    stored: shared with the fill.
+    inside: shared with any other request of the pass.
+    earlier: with those before it in the pass.
+    slower: whether the engine says that it computed what is stored, since that was faster.
     """
 
     prompt: int
@@ -72,9 +76,11 @@ class Around:
     """What was seen around a pass; None: not looked at, or not told.
 
     own_process: all that the process was asked until the end of the pass came from this run.
-    stored_blocks: in all tiers of its store when it started. loaded_bytes: that the store's counters say were read from
-    the state's tier. resident_bytes: of the store's segments in the page cache before the pass. read_bytes:
-    from storage during the pass, by the kernel's count. unwritten: whether blocks of a fill still waited to be written.
+    stored_blocks: in all tiers of its store when it started.
+    loaded_bytes: that the store's counters say were read from the state's tier.
+    resident_bytes: of the store's segments in the page cache before the pass.
+    read_bytes: from storage during the pass, by the kernel's count.
+    unwritten: whether blocks of a fill still waited to be written.
     """
 
     own_process: bool | None = None
@@ -87,7 +93,11 @@ class Around:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """evidence: what speaks for the state. doubts: what speaks against it; without any, it is proved."""
+    """Whether a pass was in its state, and why.
+
+    evidence: reasons for the state.
+    doubts: reasons against it; without any, it is proved.
+    """
 
     evidence: tuple[str, ...]
     doubts: tuple[str, ...]
@@ -99,8 +109,11 @@ class Proof:
 
 
 def prove(state: TierState, requests: Sequence[SeenRequest], around: Around, slack_tokens: int = SLACK_TOKENS) -> Proof:
-    """Whether a pass was in a state. requests: those that were answered. slack_tokens: how far `stored` and the others
-    may be off: a block where they come from token ids; for Z, what may be reused all the same.
+    """Whether a pass was in a state.
+
+    requests: those that were answered.
+    slack_tokens: how far `stored` and the others may be off: a block where they come from token
+        ids; for Z, what may be reused all the same.
     """
     if doubt := _untold(state, requests):
         return _joined(Proof((), (doubt,)), _alone(around))
@@ -172,7 +185,10 @@ def _alone(around: Around) -> Proof:
 
 
 def _no_more_than_the_fill(requests: Sequence[SeenRequest], slack_tokens: int) -> Proof:
-    """Else the very prompts had been sent before. Where `stored` is an estimate, it may be off by half of the rest."""
+    """Else the very prompts had been sent before.
+
+    Where `stored` is an estimate, it may be off by half of the rest.
+    """
     for request in requests:
         had = max(request.stored, request.inside)
         if (request.reused or 0) > had + max(slack_tokens, MOST * (request.prompt - had)):
@@ -190,7 +206,9 @@ def _warm(requests: Sequence[SeenRequest], slack_tokens: int) -> Proof:
 
 
 def _missed(requests: Sequence[SeenRequest], slack_tokens: int) -> Iterator[str]:
-    """A request that met little of the fill: others of the pass may have met what it brought, and not the fill's."""
+    """A request that met little of the fill: others of the pass may have met what it brought, and
+    not the fill's.
+    """
     for request in requests:
         stored = request.stored - slack_tokens
         if stored > 0 and (request.reused or 0) - slack_tokens < MOST * stored:
@@ -211,7 +229,9 @@ def _from_device(requests: Sequence[SeenRequest], slack_tokens: int) -> Proof:
 
 
 def _from_tier(tier: str, requests: Sequence[SeenRequest], slack_tokens: int) -> Proof:
-    """The tier gave most of what only it had; others gave no more than requests of the pass had brought there."""
+    """The tier gave most of what only it had; others gave no more than requests of the pass had
+    brought there.
+    """
     given, expected = _given(tier, requests), sum(max(0.0, r.stored - r.earlier - slack_tokens) for r in requests)
     said = f"{given} prompt tokens from the {tier} tier, of {expected:.0f} that only it had"
     doubts = [said] if not expected or given < MOST * expected else []
@@ -244,7 +264,9 @@ def _read(around: Around, tier: str) -> Proof:
 
 
 def _not_in_page_cache(around: Around) -> Proof:
-    """Both: no page was there before, and the bytes were read from storage, each where the system tells it."""
+    """Both: no page was there before, and the bytes were read from storage, each where the system
+    tells it.
+    """
     if around.resident_bytes is None and around.read_bytes is None:
         return Proof((), ("the system does not say whether the page cache was dropped",))
     doubts, evidence = [], []

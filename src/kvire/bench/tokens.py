@@ -1,4 +1,6 @@
-"""Token ids of prompts as the built-in engine will see them, by the model's own tokenizer and chat template."""
+"""Token ids of prompts as the built-in engine will see them, by the model's own tokenizer and chat
+template.
+"""
 
 from functools import lru_cache
 
@@ -13,9 +15,12 @@ REMEMBERED = 4096  # prompts: each is needed several times
 
 
 def token_ids(model: str, progress: Progress | None = None) -> Spell:
-    """Encodes prompts. Fetches or converts the model if it is not here yet; does not load its weights.
+    """Encodes prompts.
 
-    Raises ModelNotFoundError, UnsupportedModelError, or ConfigError for a model that is not made to chat.
+    Fetches or converts the model if it is not here yet; does not load its weights.
+
+    Raises ModelNotFoundError, UnsupportedModelError, or ConfigError for a model that is not made to
+    chat.
     """
     from transformers import AutoTokenizer  # noqa: PLC0415  (a second that foreign servers need not spend)
 

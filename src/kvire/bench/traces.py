@@ -1,7 +1,9 @@
-"""Arrivals and lengths of recorded traces, scaled to what the machine can do, as prompts of made-up words.
+"""Arrivals and lengths of recorded traces, scaled to what the machine can do, as prompts of made-up
+words.
 
-Traces whose blocks have ids are read as `kvire replay` reads them; Azure's tables, which have lengths only, are read
-here. Blocks become words, the same block the same words, so that prompts share what they shared.
+Traces whose blocks have ids are read as `kvire replay` reads them; Azure's tables, which have
+lengths only, are read here. Blocks become words, the same block the same words, so that prompts
+share what they shared.
 """
 
 import csv
@@ -20,8 +22,11 @@ from kvire.replay.trace import Trace, TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class TraceScale:
-    """lengths: of prompts and answers against the recorded ones. speed: how much faster requests arrive. requests: how
-    many of the first ones are taken.
+    """How a recorded trace is scaled to this machine.
+
+    lengths: of prompts and answers against the recorded ones.
+    speed: how much faster requests arrive.
+    requests: how many of the first ones are replayed.
     """
 
     lengths: float = 0.05
@@ -30,8 +35,9 @@ class TraceScale:
 
 
 def read(path: Path) -> Trace:
-    """In the order of arrival; a table's requests have no blocks. Raises ConfigError, also for a line that cannot be
-    read: left out, it would change what the others share.
+    """In the order of arrival; a table's requests have no blocks.
+
+    Raises ConfigError, also for an unreadable line: without it, other requests would share less.
     """
     trace = _table(path) if path.suffix.lower() == ".csv" else read_trace(path)
     if trace.skipped:
@@ -46,7 +52,10 @@ def digest(trace: Trace, scale: TraceScale) -> str:
 
 
 def trace_work(trace: Trace, scale: TraceScale, write: Writer, size: WorkSize) -> BenchWork:
-    """One script for each request. Prompts are at most size.context_tokens, answers size.output_tokens long."""
+    """One script for each request.
+
+    Prompts are at most size.context_tokens, answers size.output_tokens long.
+    """
     scripts = []
     for i, one in enumerate(trace.requests[: scale.requests]):
         tokens = min(size.context_tokens, max(1, round(one.input_tokens * scale.lengths)))
@@ -58,8 +67,10 @@ def trace_work(trace: Trace, scale: TraceScale, write: Writer, size: WorkSize) -
 
 
 def _shared(trace: Trace, index: int, tokens: int, scale: TraceScale, write: Writer) -> str:
-    """Words of each block, and of its own behind them, up to the prompt's length. Where a block begins and ends is
-    rounded to words, not how long each is: else rounding would add up, and blocks of less than a word would grow.
+    """Words of each block, and of its own behind them, up to the prompt's length.
+
+    Where a block begins and ends is rounded to words, not how long each is: else rounding would add
+    up, and blocks of less than a word would grow.
     """
     blocks, words = trace.requests[index].blocks, write.scale.words(tokens)
     words_per_block = trace.block_tokens * scale.lengths / write.scale.per_word

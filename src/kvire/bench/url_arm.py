@@ -1,4 +1,6 @@
-"""A server that somebody else runs: its cache cannot be emptied or flushed, so new prompts stand for an empty one."""
+"""A server that somebody else runs: its cache cannot be emptied or flushed, so new prompts stand
+for an empty one.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,9 +22,13 @@ POSSIBLE = (TierState.E, TierState.W, TierState.Z)
 
 
 class UrlArm:
-    """endpoint: where it is. no_reuse: more fields for a request that is to reuse nothing, "{unique}" standing for
-    something new each time; None: such a request gets a mark before its text, and answers are not compared. The states
-    of `settings` have passed `check_states`.
+    """A server that runs already, of any kind.
+
+    endpoint: its address and model.
+    no_reuse: more fields for a request that must reuse nothing, "{unique}" standing for a new text
+        each time; None: such a request gets a mark before its text, and answers are not compared.
+
+    The states of `settings` have passed `check_states`.
     """
 
     def __init__(self, endpoint: Endpoint, settings: Settings, no_reuse: Mapping[str, Any] | None = None) -> None:
@@ -49,8 +55,10 @@ class UrlArm:
         return len(self._settings.states) * len(list(self._settings.cells()))
 
     def measure(self, repeat: int, scale: TokenScale, say: Say) -> Iterator[MeasuredPass]:
-        """See Arm. Passes without reuse come first and last in turn, unless they send the very texts of the others and
-        may leave KV behind that those would find.
+        """See Arm.
+
+        Passes without reuse come first and last in turn, unless they send the very texts of the
+        others and may leave KV behind that those would find.
         """
         settings = self._settings
         write = Writer(scale, settings.seed, settings.nonce)

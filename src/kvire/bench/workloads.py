@@ -1,7 +1,8 @@
 """What is asked: for each workload, the prompts of one repeat at one context length.
 
-Assistant turns are made up beforehand, so that every server and every state sees the same prompts. Tools are described
-in the system message as text: any server can be asked, whatever its chat template knows.
+Assistant turns are made up beforehand, so that every server and every state sees the same prompts.
+Tools are described in the system message as text: any server can be asked, whatever its chat
+template knows.
 """
 
 import json
@@ -20,8 +21,12 @@ SHORT, SHORT_TOKENS = "shortchat", 60  # whatever --context says
 
 @dataclass(frozen=True, slots=True)
 class WorkSize:
-    """context_tokens: of the longest prompts, about. scripts: documents, conversations or agents. at_once: how many of
-    them are under way together. output_tokens: of every answer.
+    """How much a workload sends.
+
+    context_tokens: of the longest prompts, about.
+    scripts: documents, conversations or agents.
+    at_once: how many of them run together.
+    output_tokens: of every answer.
     """
 
     context_tokens: int
@@ -32,8 +37,11 @@ class WorkSize:
 
 @dataclass(frozen=True, slots=True)
 class BenchWork:
-    """fill: what is sent first, to an empty cache. probe: what is sent in every other state; its prompts begin like the
-    fill's. Empty where nothing is to be reused: then only E and Z can be measured, both with the fill.
+    """The prompts of one workload.
+
+    fill: sent first, to an empty cache.
+    probe: sent in every other state; its prompts begin like the fill's. Empty for a workload
+        without reuse: then only E and Z can be measured, both with the fill.
     """
 
     fill: tuple[Script, ...]
@@ -64,7 +72,9 @@ def docqa(write: Writer, size: WorkSize, name: str) -> BenchWork:
 
 
 def multiturn(write: Writer, size: WorkSize, name: str) -> BenchWork:
-    """Conversations that grow to the context length: the fill sends all turns but the last, the probe the last one."""
+    """Conversations that grow to the context length: the fill sends all turns but the last, the
+    probe the last one.
+    """
     part = size.context_tokens / (2 * TURNS - 1)
     histories: list[list[ApiMessage]] = []
     for i in range(size.scripts):
@@ -77,7 +87,9 @@ def multiturn(write: Writer, size: WorkSize, name: str) -> BenchWork:
 
 
 def shared(write: Writer, size: WorkSize, name: str) -> BenchWork:
-    """One system prompt: the fill is its first user, the probe as many others as are allowed at once."""
+    """One system prompt: the fill is its first user, the probe as many others as are allowed at
+    once.
+    """
     system = message("system", write.document(size.context_tokens - QUESTION_TOKENS, name))
 
     def ask(i: int) -> Script:
@@ -87,7 +99,9 @@ def shared(write: Writer, size: WorkSize, name: str) -> BenchWork:
 
 
 def agent(write: Writer, size: WorkSize, name: str) -> BenchWork:
-    """Agents that call tools: a long list of tools, then call and result, step by step; the probe is the last step."""
+    """Agents that call tools: a long list of tools, then call and result, step by step; the probe
+    is the last step.
+    """
     step = size.context_tokens / (2 * STEPS)
     tools = [_tool(write.text(step / 4, name, "tool", i)) for i in range(4)]
     histories: list[list[ApiMessage]] = []
@@ -103,7 +117,9 @@ def agent(write: Writer, size: WorkSize, name: str) -> BenchWork:
 
 
 def fork(write: Writer, size: WorkSize, name: str) -> BenchWork:
-    """Agents that fork one context: the fill reads it once, the probe are all of them going on, each its own way."""
+    """Agents that fork one context: the fill reads it once, the probe are all of them going on,
+    each its own way.
+    """
     context = [
         message("system", write.document(size.context_tokens * 0.8, name)),
         message("user", write.text(size.context_tokens * 0.1, name, "task")),
@@ -151,7 +167,9 @@ def maker(name: str) -> Maker:
 
 
 def _growing(size: WorkSize, histories: list[list[ApiMessage]]) -> BenchWork:
-    """Conversations whose prompts end before each assistant turn, and at the end, which is the probe."""
+    """Conversations whose prompts end before each assistant turn, and at the end, which is the
+    probe.
+    """
     fill, probe = [], []
     for turns in histories:
         ends = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]

@@ -12,7 +12,9 @@ console = Console(stderr=True, highlight=False)
 
 
 class LoadProgress:
-    """A bar on standard error per stage of work that takes long (kvire.models.progress says when)."""
+    """A bar on standard error per stage of work that takes long (kvire.models.progress
+    says when).
+    """
 
     def __init__(self) -> None:
         self._bars = Progress(
@@ -44,7 +46,8 @@ def seconds(value: float) -> str:
 
 
 def tables_of_columns(out: Console, build: Callable[[Sequence[Any]], Table], columns: Sequence[Any]) -> Iterator[Table]:
-    """One table, or if there is no room for it several, each with as many of the columns as `out` shows whole.
+    """One table, or if there is no room for it several, each with as many of the columns as `out`
+    shows whole.
 
     build: makes a table whose columns do not wrap.
     """

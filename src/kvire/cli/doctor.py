@@ -70,11 +70,13 @@ def doctor(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Say from request logs what a prefix cache could reuse, and where prompts part that are otherwise the same.
+    """Say from request logs what a prefix cache could reuse, and where prompts part that are
+    otherwise the same.
 
-    Reads JSONL or a JSON array of OpenAI (chat, completions, responses, batch files), Anthropic, Bedrock Converse or
-    Gemini requests, bare or wrapped with response, usage and time; or plain prompts, one a line. Needs no model.
-    Nothing leaves this machine, and no prompt text is printed unless --show-text asks for it.
+    Reads JSONL or a JSON array of OpenAI (chat, completions, responses, batch files), Anthropic,
+    Bedrock Converse or Gemini requests, bare or wrapped with response, usage and time; or plain
+    prompts, one a line. Needs no model. Nothing leaves this machine, and no prompt text is printed
+    unless --show-text asks for it.
 
         kvire doctor requests.jsonl.gz --html report.html
 

@@ -1,6 +1,9 @@
-"""Commands and modules that are imported when they are used: `--help` must not wait for torch. The only place for that.
+"""Commands and modules that are imported when they are used: `--help` must not wait for torch.
 
-A group knows its commands by where they are declared; help pages take their first lines from the source text.
+The only place for that.
+
+A group knows its commands by where they are declared; help pages take their first lines from the
+source text.
 """
 
 import ast
@@ -120,7 +123,9 @@ def loaded(name: str, declared: Declared) -> Any:
 
 
 def about(declared: Declared) -> str:
-    """What a list of commands says of one: the beginning of its docstring, read without importing it."""
+    """What a list of commands says of one: the beginning of its docstring, read without importing
+    it.
+    """
     if declared.about is not None:
         return declared.about
     spec = find_spec(declared.module)

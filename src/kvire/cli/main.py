@@ -81,7 +81,9 @@ def options(
 
 
 def app() -> None:
-    """Run the command; a mistake of the user's ends with a message and status 2, not with a traceback."""
+    """Run the command; a mistake of the user's ends with a message and status 2, not with a
+    traceback.
+    """
     try:
         cli()
     except KvireError as error:

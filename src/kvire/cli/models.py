@@ -34,7 +34,9 @@ def ls(as_json: Json = False) -> None:
 
 
 def show(model: opt.Model, as_json: Json = False) -> None:
-    """Architecture, layers, context, weights, and bytes of KV per token, without loading the model."""
+    """Architecture, layers, context, weights, and bytes of KV per token, without
+    loading the model.
+    """
     facts = describe(model)
     if as_json:
         _print_json(asdict(facts) | {"memory_bytes": facts.memory_bytes})

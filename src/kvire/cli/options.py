@@ -129,7 +129,9 @@ SAMPLING: dict[str, tuple[Any, Any]] = {
 
 
 def shared(**groups: dict[str, tuple[Any, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of `groups`; it gets each group as one dict, by the group's name."""
+    """Give a command the options of `groups`; it gets each group as one dict, by the
+    group's name.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in signature(command).parameters.values() if p.name not in groups]

@@ -1,4 +1,6 @@
-"""From a command's store options to a StoreConfig: sizes that fit the disk, and a folder by default."""
+"""From a command's store options to a StoreConfig: sizes that fit the disk, and a folder by
+default.
+"""
 
 from typing import Any
 
@@ -12,7 +14,9 @@ DAYS_OF_WEAR = 10  # times DISK_BYTES that a folder may be written in a day
 
 
 def store_config(given: dict[str, Any], engine: dict[str, Any], *, default: bool) -> StoreConfig | None:
-    """The store asked for; None for none. default: have one in the cache folder if nothing is said.
+    """The store asked for; None for none.
+
+    default: have one in the cache folder if nothing is said.
 
     Raises ConfigError where options contradict each other.
     """

@@ -1,6 +1,8 @@
-"""Which engine may read whose blocks: the namespace of a checkpoint's KV as another engine computes and lays it out.
+"""Which engine may read whose blocks: the namespace of a checkpoint's KV as another engine computes
+and lays it out.
 
-Blocks are raw bytes of the engine's own cache, so its name and version, its kernels and its layout are part of the
+Blocks are raw bytes of the engine's own cache, so its name and version, its kernels and its layout
+    are part of the
 namespace: an engine reads what the same engine wrote, and nothing else.
 """
 
@@ -17,7 +19,8 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth")
 
 
 def weight_files(model: Path) -> tuple[Path, ...]:
-    """Every file with weights that an engine might read of a checkpoint, by name: `model` itself, or those in it.
+    """Every file with weights that an engine might read of a checkpoint, by name: `model` itself,
+    or those in it.
 
     Raises ModelNotFoundError if there is none.
     """
@@ -44,12 +47,16 @@ def connector_namespace(
     shard: str = "",
     adapter: str = "",
 ) -> Namespace:
-    """The namespace of what `engine` computes from a checkpoint; its salt is the tenant's, and is set later.
+    """The namespace of what `engine` computes from a checkpoint; its salt is the tenant's, and is
+    set later.
 
-    model: the checkpoint's folder, or its weight files. config: the model config in force; values that JSON does not
-    know count by their text. engine: name and version of all that computes. numerics: device, attention kernel, compute
-    dtype and whatever else changes bits. spec: text of a block's layout. The files are read once; later their digests
-    are remembered.
+    model: the checkpoint's folder, or its weight files.
+    config: the model config in force; values that JSON does not know count by their text.
+    engine: name and version of everything that computes.
+    numerics: device, attention kernel, compute dtype and everything else that changes bits.
+    spec: text of a block's layout.
+
+    The files are read once; later their digests are remembered.
     """
     files = weight_files(model) if isinstance(model, Path) else tuple(model)
     plain = json.loads(json.dumps(dict(config), default=str, sort_keys=True))

@@ -1,5 +1,5 @@
-"""A store as an engine's configuration asks for it, by the names that options have for `kvire serve`; and opened once
-where an engine makes several users of it in one process.
+"""A store as an engine's configuration asks for it, by the names that options have for `kvire
+serve`; and opened once where an engine makes several users of it in one process.
 """
 
 import threading
@@ -35,8 +35,10 @@ def store_config(
 ) -> StoreConfig:
     """The store asked for; without `store`, `ram` and `remote` the folder that `kvire serve` uses.
 
-    where: the options stand, for messages. also: others that may stand there, and their types. Raises ConfigError that
-    names the option that is unknown or wrong.
+    where: the options stand, for messages.
+    also: others that may stand there, and their types.
+
+    Raises ConfigError that names the option that is unknown or wrong.
     """
     kinds = {**STORE_OPTIONS, **also}
     for name, value in given.items():
@@ -75,9 +77,11 @@ _open: dict[StoreConfig, tuple[TieredStore, int]] = {}  # by config without disk
 class SharedStore:
     """A use of an open store; the last one to close it ends it.
 
-    moves_kv: whether this side reads and writes blocks. If not, it takes the store of a side in the same process that
-    does, or opens one without a memory tier: in another process there would be nothing in it. buffer_bytes: for
-    blocks on their way into the tiers.
+    moves_kv: whether this side reads and writes blocks.
+    buffer_bytes: for blocks on their way into the tiers.
+
+    A side that moves no KV takes the store of a side in the same process that does, or opens one
+    without a memory tier, which would be empty in another process.
     """
 
     def __init__(self, config: StoreConfig, *, kv_dtype: str, buffer_bytes: int, moves_kv: bool) -> None:

@@ -1,6 +1,7 @@
 """Which API a body was sent to, and its prompts.
 
-Bedrock Converse and Gemini are written as bodies that render.py knows: the text stays, in its order.
+Bedrock Converse and Gemini are written as bodies that render.py knows: the text stays, in its
+order.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,10 @@ OPENAI_ROLES = frozenset(("system", "developer", "tool", "function"))
 
 
 def api_of(body: Body, levels: Sequence[Body]) -> str:
-    """anthropic, converse, gemini, chat, responses or completions. levels: the line and what it wraps, to the body."""
+    """anthropic, converse, gemini, chat, responses or completions.
+
+    levels: the line and what it wraps, to the body.
+    """
     if isinstance(body.get("contents"), list):
         return "gemini"
     if not isinstance(body.get("messages"), list):
@@ -37,7 +41,9 @@ def api_of(body: Body, levels: Sequence[Body]) -> str:
 
 
 def _is_converse(body: dict[str, Any]) -> bool:
-    """Bedrock's own fields, or blocks without a type: there the one field of a block is its kind."""
+    """Bedrock's own fields, or blocks without a type: there the one field of a block is
+    its kind.
+    """
     if "toolConfig" in body or "inferenceConfig" in body:
         return True
     system = body.get("system")
@@ -88,7 +94,9 @@ def anthropic_of_converse(body: Body) -> Body:
 
 
 def _marked(blocks: list[Body]) -> list[Body]:
-    """Without cachePoint: the block before each has a breakpoint; a point without one marks an empty block."""
+    """Without cachePoint: the block before each has a breakpoint; a point without one marks an
+    empty block.
+    """
     written: list[Body] = []
     for block in blocks:
         if (point := block.get("cachePoint")) is None:

@@ -31,14 +31,19 @@ from kvire.doctor.usage import TokenUsage
 
 MEMORY_BYTES = 200 << 20
 MOST_SCOPES = 8
-# If no sampled passage of a text so long was seen before, then it is another text, and no use comparing it as one.
+# If no sampled passage of a text so long was seen before, then it is another text, and no use
+# comparing it as one.
 LONG_TEXT_BYTES = 16 * ONE_IN
 FIRST_MALFORMED = 10
 MARK = re.compile(PART + b".", re.DOTALL)
 
 
 class Doctor:
-    """Takes a log request by request. rules: of providers to reckon with. memory_bytes: for earlier prompts."""
+    """Takes a log request by request.
+
+    rules: of providers to reckon with.
+    memory_bytes: for earlier prompts.
+    """
 
     def __init__(self, rules: Sequence[CacheRules], counter: Counter, memory_bytes: int = MEMORY_BYTES) -> None:
         self._totals = Totals()
@@ -52,7 +57,9 @@ class Doctor:
         self._counted: dict[str, TokenUsage] = {}  # of answers whose prompts are in no log, by the answer
 
     def examine(self, log: Iterable[Item], name: str = "") -> "Doctor":
-        """All of a log; several one after the other are one history, in which names tell their lines apart."""
+        """All of a log; several one after the other are one history, in which names tell their
+        lines apart.
+        """
         self._logs.append((self._tree.turns, name))
         for item in log:
             if isinstance(item, Malformed):
@@ -171,7 +178,9 @@ class Doctor:
     def _credit(
         self, finding: Finding, i: int, request: LoggedRequest, ruler: Ruler, old: Node, found: tuple[int, int]
     ) -> None:
-        """What mending brings by one provider's rules: tokens found before and after, `old` being the prompt found."""
+        """What mending brings by one provider's rules: tokens found before and after, `old` being
+        the prompt found.
+        """
         before, after = found
         if after > before:
             is_first = not old.mended_on_the_way() >> i & 1
@@ -180,7 +189,9 @@ class Doctor:
             finding.written[i] = finding.written[i].plus(more)
 
     def _mark_mended(self, old: Node, new: Node, before: list[int], after: list[int]) -> None:
-        """Once the causes are mended, both prompts are in the caches by whose rules more is found than before."""
+        """Once the causes are mended, both prompts are in the caches by whose rules more is found
+        than before.
+        """
         gained = sum(1 << i for i, (was, now) in enumerate(zip(before, after, strict=True)) if now > was)
         old.mended |= gained
         new.mended |= gained

@@ -1,4 +1,6 @@
-"""What can make prompts part that are otherwise the same, what to do about each, and what a diagnosis is made of."""
+"""What can make prompts part that are otherwise the same, what to do about each, and what a
+diagnosis is made of.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -62,9 +64,12 @@ MOST_SHOWN_BYTES = 60
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Where a cause was first seen. line, other_line: of the logs, whose names are empty where there is only one.
-    character: in the part that `place` names, from 0. token: how many tokens of the prompt come before it. piece,
-    other_piece: what stands there in the two prompts.
+    """Where a cause was first seen.
+
+    line, other_line: of the logs, whose names are empty where there is only one.
+    character: in the part that `place` names, from 0.
+    token: how many tokens of the prompt come before it.
+    piece, other_piece: what stands there in the two prompts.
     """
 
     log: str
@@ -82,9 +87,11 @@ class Example:
 class Finding:
     """One cause in one kind of place, or several close together.
 
-    tokens: what prompts would have shared without it, beyond what they did share, if the causes before it in the same
-    prompts are mended too. by_rules: of these, what each provider's cache would have given back; written: how many more
-    would have been written into it. first_token, last_token: where in prompts it stood, counted as in Example.
+    tokens: what prompts would have shared without it, beyond what they did share, if the causes
+        before it in the same prompts are mended too.
+    by_rules: of these, what each provider's cache would have given back;
+    written: how many more would have been written into it.
+    first_token, last_token: where in prompts it stood, counted as in Example.
     """
 
     causes: tuple[Cause, ...]
@@ -105,7 +112,9 @@ class Finding:
 
 @dataclass(slots=True)
 class RuleTotals:
-    """Tokens of all prompts under one provider's rules, and how many mark too little; see ReuseRules."""
+    """Tokens of all prompts under one provider's rules, and how many mark too little; see
+    ReuseRules.
+    """
 
     rules: CacheRules
     cached: int = 0
@@ -129,7 +138,10 @@ class RuleTotals:
 
 @dataclass(slots=True)
 class MeasuredLog:
-    """What `usage` says, over the requests whose usage counts cached tokens. ideal_tokens: what they could have."""
+    """What `usage` says, over the requests whose usage counts cached tokens.
+
+    ideal_tokens: what they could have.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -148,7 +160,10 @@ class MeasuredLog:
 
 @dataclass(slots=True)
 class Refused:
-    """Requests that their API refuses for one reason. log, line: of the first."""
+    """Requests that their API refuses for one reason.
+
+    log, line: of the first.
+    """
 
     log: str
     line: int
@@ -159,13 +174,16 @@ class Refused:
 class Totals:
     """The whole log.
 
-    malformed: lines; malformed_first: the first of them, log, line and reason.
+    malformed: lines;
+    malformed_first: the first of them, log, line and reason.
     incomplete: requests whose prompt is partly kept by the provider; not in any figure.
     media: images and files, whose tokens are not known.
     backwards: requests with an earlier time than the one before.
-    first_s, latest_s: the earliest and latest time; last_s: of the last request.
+    first_s, latest_s: the earliest and latest time;
+    last_s: of the last request.
     refused: by the reason, requests that their API refuses, so that nothing of them is cached.
-    measured: by the usage of the requests; without_prompt: of requests that are in the log by their usage alone.
+    measured: by the usage of the requests;
+    without_prompt: of requests that are in the log by their usage alone.
     """
 
     requests: int = 0
@@ -192,8 +210,12 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Everything that was found. findings: most tokens first. token_method: how tokens were counted. forgotten_bytes:
-    text that had to make room in the index; if there is any, shares are lower bounds.
+    """Everything that was found.
+
+    findings: most tokens first.
+    token_method: how tokens were counted.
+    forgotten_bytes: text that had to make room in the index; if there is any, shares are lower
+        bounds.
     """
 
     totals: Totals

@@ -1,7 +1,9 @@
-"""Which earlier prompt a text is like though it does not begin alike, and in which pieces the two differ.
+"""Which earlier prompt a text is like though it does not begin alike, and in which pieces the two
+differ.
 
-An index of sampled passages finds it. A passage is the bytes after a place that is chosen by the four bytes before it,
-so that the same text is sampled alike wherever it stands. The index remembers which prompt had a passage last.
+An index of sampled passages finds it. A passage is the bytes after a place that is chosen by the
+four bytes before it, so that the same text is sampled alike wherever it stands. The index remembers
+which prompt had a passage last.
 """
 
 from collections import Counter
@@ -41,14 +43,18 @@ def sampled_passages(text: bytes) -> list[int]:
 
 
 class PassageIndex:
-    """Sampled passages of the latest prompts: two generations, of which the older is dropped when the newer is full."""
+    """Sampled passages of the latest prompts: two generations, of which the older is dropped when
+    the newer is full.
+    """
 
     def __init__(self) -> None:
         self._newer: dict[int, Node] = {}
         self._older: dict[int, Node] = {}
 
     def closest(self, scope: str, text: bytes, node: Node) -> Node | None:
-        """The prompt that had most of a text's passages last. Notes that now the one that ends at `node` has them.
+        """The prompt that had most of a text's passages last.
+
+        Notes that now the one that ends at `node` has them.
 
         scope: only prompts of the same one are looked at.
         """
@@ -72,8 +78,11 @@ SAME_CONTENT = frozenset((Cause.TOOL_ORDER, Cause.MOVED_PASSAGES, Cause.JSON_FOR
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One difference. spans: where it lies. part: of the new prompt, in which it begins. same_bytes: how many bytes
-    after it are the same in both.
+    """One difference.
+
+    spans: where it lies.
+    part: of the new prompt, in which it begins.
+    same_bytes: how many bytes after it are the same in both.
     """
 
     spans: Spans
@@ -82,7 +91,9 @@ class Piece:
 
     @property
     def same_start(self) -> int:
-        """From where in the new prompt both are the same once this is mended: with it, if only order or form differ."""
+        """From where in the new prompt both are the same once this is mended: with it, if only
+        order or form differ.
+        """
         return self.spans.new_start if self.spans.cause in SAME_CONTENT else self.spans.new_end
 
     @property
@@ -143,16 +154,18 @@ def _index(parts: list[PromptPart], at: int, start: int) -> int:
 
 # What must be the same again after a difference for the difference to be worth a word.
 LEAST_GAIN_BYTES = 64
-# Text that merely differs counts as a cause only if this share of what follows is the same again: else it is simply
-# another prompt.
+# Text that merely differs counts as a cause only if this share of what follows is the same again:
+# else it is simply another prompt.
 LEAST_OVERLAP = 0.5
 MERELY_TEXT = frozenset((Cause.CONTEXT, Cause.SYSTEM, Cause.HISTORY, Cause.TOOL_SET))
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Pieces that stand close together, so that mending one alone gains nothing. gain_bytes: what is the same behind
-    them (and in them, see Piece), beyond what the prompt shares with any earlier one already.
+    """Pieces that stand close together, so that mending one alone gains nothing.
+
+    gain_bytes: what is the same behind them (and in them, see Piece), beyond what the prompt shares
+        with any earlier one already.
     """
 
     pieces: tuple[Piece, ...]
@@ -166,7 +179,11 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """A prompt beside an earlier one. node: the end of the earlier. shared_bytes: before the first difference."""
+    """A prompt beside an earlier one.
+
+    node: the end of the earlier.
+    shared_bytes: before the first difference.
+    """
 
     node: Node
     shared_bytes: int
@@ -179,8 +196,13 @@ class Likeness:
 
 
 def likeness(text: bytes, depth: int, node: Node, *, is_foreign: bool) -> Likeness:
-    """text: the prompt. depth: bytes of it that some earlier prompt begins with. node: the end of one of these.
-    is_foreign: it is known already that what follows is another text; only small pieces and parts are compared.
+    """Compare a prompt with the earlier one that it follows longest.
+
+    text: the prompt.
+    depth: bytes of it that some earlier prompt begins with.
+    node: the end of one of these.
+    is_foreign: the rest is already known to be another text; only small pieces and parts are
+        compared.
     """
     pieces = pieces_between(text, node.text(), is_foreign=is_foreign)
     shared_bytes = pieces[0].spans.new_start if pieces else 0

@@ -1,4 +1,6 @@
-"""Lines of log files, gzip or not, or of standard input, without holding more than one; and JSON that spans lines."""
+"""Lines of log files, gzip or not, or of standard input, without holding more than one; and JSON
+that spans lines.
+"""
 
 import gzip
 import re
@@ -12,7 +14,7 @@ from kvire.core.errors import ConfigError
 
 LONGEST_LINE_BYTES = 64 << 20
 GZIP_MAGIC = b"\x1f\x8b"
-# What a line is that is longer than LONGEST_LINE_BYTES: no JSON, so it is counted as malformed.
+# Stands for a line longer than LONGEST_LINE_BYTES: no JSON, so it is counted as malformed.
 TOO_LONG = b"{ too long"
 
 STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]')
@@ -25,7 +27,7 @@ class Readable(Protocol):
         """The next one, or as much of it; empty at the end."""
 
 
-Progress = Callable[[int], None]  # hears how many more bytes of the file (as it lies there) were read
+Progress = Callable[[int], None]  # hears how many more bytes of the file (as stored) were read
 REPORT_BYTES = 1 << 20
 
 
@@ -72,9 +74,11 @@ def _position(file: BinaryIO | None, read: int) -> int:
 
 
 def json_values(lines: Iterable[bytes], *, in_array: bool) -> Iterator[bytes]:
-    """The texts of JSON values that may span lines: an array's elements, or objects that follow each other.
+    """The texts of JSON values that may span lines: an array's elements, or objects that follow
+    each other.
 
-    Holds no more than one value; one that is longer than LONGEST_LINE_BYTES, or never ends, is given as TOO_LONG.
+    Holds no more than one value; one that is longer than LONGEST_LINE_BYTES, or never ends, is
+    given as TOO_LONG.
     """
     outside = 1 if in_array else 0
     depth = size_bytes = 0

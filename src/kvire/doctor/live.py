@@ -1,4 +1,6 @@
-"""A running Kvire server: what its metrics say about hits, misses and the store, and what to do about it."""
+"""A running Kvire server: what its metrics say about hits, misses and the store, and what to do
+about it.
+"""
 
 import http.client
 from collections.abc import Iterator
@@ -17,7 +19,8 @@ from kvire.core.report import MissReason
 SCHEMA = "kvire.doctor.server/1"
 TIMEOUT_S = 10.0
 LARGEST_ANSWER_BYTES = 16 << 20
-# Misses of a kind are worth advice from this share of the prompts on, a tier is full from this share of its limit on.
+# Misses of a kind are worth advice from this share of the prompts on, a tier is full from this
+# share of its limit on.
 WORTH_A_WORD, FULL = 0.01, 0.95
 
 MISS_ADVICE = {
@@ -67,8 +70,9 @@ class LiveSamples:
 
 
 def examine_server(url: str, api_key: str | None = None) -> dict[str, Any]:
-    """Plain values: tokens by source, misses by reason, the tiers, findings. Raises ConfigError where the URL leads to
-    no Kvire server that lets us read its metrics.
+    """Plain values: tokens by source, misses by reason, the tiers, findings.
+
+    Raises ConfigError where the URL leads to no Kvire server that lets us read its metrics.
     """
     try:
         samples = LiveSamples.parse(_fetch(url, "/metrics", api_key))

@@ -1,9 +1,9 @@
 """Lines of a request log as requests. What a line is, is seen from its content, line by line.
 
-A request's body may stand alone or be wrapped: {"request" | "body" | "input" | "params": {...}, "response": {...},
-"usage": {...}, "timestamp": ...}, also twice (batch files), also as JSON in a string. Other lines are prompts: a JSON
-string, {"prompt": ...}, or, in a file without JSON objects, simply text. A file may also be one JSON array of these,
-or have them written over several lines.
+A request's body may stand alone or be wrapped: {"request" | "body" | "input" | "params": {...},
+"response": {...}, "usage": {...}, "timestamp": ...}, also twice (batch files), also as JSON in a
+string. Other lines are prompts: a JSON string, {"prompt": ...}, or, in a file without JSON objects,
+simply text. A file may also be one JSON array of these, or have them written over several lines.
 """
 
 import json
@@ -34,7 +34,8 @@ ANSWERS = ("response", "output", "body", "outputBodyJson", "result", "message", 
 # Fields that some logs write as JSON in a string.
 MAY_BE_TEXT = ("messages", "contents", "tools", "metadata", "response", "usage", "model_parameters")
 TIMES = ("timestamp", "created", "created_at", "ts", "time", "start_time", "startTime", "request_time")
-# Fields by which a request goes on with what the provider keeps, or takes text from there, by the kind of body.
+# Fields by which a request goes on with what the provider keeps, or takes text from there, by the
+# kind of body.
 KEPT_BY_PROVIDER = {
     "responses": ("previous_response_id", "conversation", "session", "prompt"),
     "chat": ("session",),
@@ -45,7 +46,8 @@ MOST_NESTED = 4
 ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*(\{|$)")
 GEMINI_URL = re.compile(r"models/([^/:]+):")
 LOOK_AHEAD_LINES = 20
-# Times in milli-, micro- and nanoseconds are known by their size: as seconds they would lie beyond the year 5000.
+# Times in milli-, micro- and nanoseconds are known by their size: as seconds they would lie beyond
+# the year 5000.
 LATEST_S = 1e11
 LARGEST_TIME = 1e21
 NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?")  # before ISO: "1712123012345" is also a moment of 1712
@@ -84,7 +86,10 @@ class LoggedUsage:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A line that is no request. reason: never quotes the line."""
+    """A line that is no request.
+
+    reason: never quotes the line.
+    """
 
     line: int
     reason: str
@@ -98,7 +103,10 @@ Item = LoggedRequest | LoggedUsage | Malformed
 
 
 def read_log(lines: Iterable[bytes]) -> Iterator[Item]:
-    """Everything in a log but its empty lines. A body with several prompts gives several requests."""
+    """Everything in a log but its empty lines.
+
+    A body with several prompts gives several requests.
+    """
     rest = iter(lines)
     first = list(islice(rest, LOOK_AHEAD_LINES))
     transcripts = Transcripts()
@@ -117,7 +125,9 @@ def read_log(lines: Iterable[bytes]) -> Iterator[Item]:
 
 
 def _spread(first: list[bytes]) -> bytes | None:
-    """How a file begins that is not read line by line: "[" for one array, "{" for objects over several lines."""
+    """How a file begins that is not read line by line: "[" for one array, "{" for objects over
+    several lines.
+    """
     begun = [line.strip() for line in first if line.strip()]
     if not begun:
         return None

@@ -10,7 +10,10 @@ MOST_BARS = 6
 
 
 def diagnosis_page(values: dict[str, Any]) -> Page:
-    """values: of `diagnosis_values`."""
+    """The diagnosis as an HTML page.
+
+    values: of `diagnosis_values`.
+    """
     page = Page("What caching could save", text.headline(values)).text(text.basis(values))
     if (skipped := text.malformed(values)) is not None:
         page.note(skipped)

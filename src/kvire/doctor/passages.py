@@ -1,5 +1,5 @@
-"""Differences inside a part: small pieces that change from request to request (times, ids, counters, names), reasoning
-in tags, JSON, white space, paragraphs, and simply other text.
+"""Differences inside a part: small pieces that change from request to request (times, ids,
+counters, names), reasoning in tags, JSON, white space, paragraphs, and simply other text.
 """
 
 import json
@@ -37,7 +37,11 @@ DIGIT = re.compile(rb"\d")
 
 
 class Pattern(NamedTuple):
-    """How a kind of piece looks. group: the piece itself. has_blanks: whether there may be blanks in it."""
+    """How a kind of piece looks.
+
+    group: the piece itself.
+    has_blanks: whether there may be blanks in it.
+    """
 
     cause: Cause
     regex: re.Pattern[bytes]
@@ -69,7 +73,9 @@ PATTERNS = (
 
 
 def volatile_piece(sides: Sides) -> Spans | None:
-    """The piece of a known kind that both prompts have where they part, alike up to there; None if there is none."""
+    """The piece of a known kind that both prompts have where they part, alike up to there; None if
+    there is none.
+    """
     new_part, old_part = sides.new_part, sides.old_part
     back = min(BEFORE_BYTES, sides.at - new_part.content, sides.old_at - old_part.content)
     if not sides.same_kind or back < 0:
@@ -102,7 +108,9 @@ def _around(pattern: Pattern, window: bytes, begin: int, at: int) -> Iterator[tu
 
 
 def _fits(cause: Cause, new: bytes, old: bytes) -> bool:
-    """Whether two words are ids: as long as each other or prefixed alike, digits and letters mixed or far apart."""
+    """Whether two words are ids: as long as each other or prefixed alike, digits and letters mixed
+    or far apart.
+    """
     if cause is not Cause.RANDOM_ID:
         return True
     if new.isdigit() and old.isdigit():
@@ -119,7 +127,8 @@ LONGEST_TAG_BYTES = 12
 LONGEST_JSON_BYTES = 256 << 10
 MOST_BRACKETS = 4
 BLANK = b" \t\r\n"
-# Of text that is the same again after other text: how much must agree, and how far away it is looked for.
+# Of text that is the same again after other text: how much must agree, and how far away it is
+# looked for.
 PROBE_BYTES = 48
 REACH_BYTES = 16 << 10
 

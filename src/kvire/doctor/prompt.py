@@ -1,8 +1,9 @@
-"""A request's prompt as one run of bytes, in the order in which a provider reads it: that is what prefixes are of.
+"""A request's prompt as one run of bytes, in the order in which a provider reads it: that is what
+prefixes are of.
 
-Each part begins with two bytes, PART and its kind: upper case for a new message, lower case for a further part of the
-same one. Reasoning is a part before the message that it led to, so that leaving it out changes nothing else. A prompt
-that is only text has no such mark, and is its own bytes.
+Each part begins with two bytes, PART and its kind: upper case for a new message, lower case for a
+further part of the same one. Reasoning is a part before the message that it led to, so that leaving
+it out changes nothing else. A prompt that is only text has no such mark, and is its own bytes.
 """
 
 from collections.abc import Iterator
@@ -39,10 +40,11 @@ class LoggedPrompt:
     """One prompt.
 
     text: see above.
-    breakpoints: (end in bytes, seconds to live) of each cache_control, ascending; None where the request's API has
-        none.
+    breakpoints: (end in bytes, seconds to live) of each cache_control, ascending; None where the
+        request's API has none.
     media: images and files, of which only a digest is in the text.
-    refused_for: why the API refuses these breakpoints, so that the request caches nothing; None if it takes them.
+    refused_for: why the API refuses these breakpoints, so that the request caches nothing; None if
+        it takes them.
     """
 
     text: bytes
@@ -62,7 +64,10 @@ class PromptWriter:
         self.media = 0
 
     def add(self, kind: str, text: str, *, first: bool = True) -> None:
-        """A part. first: whether a message (a tool, ...) begins with it."""
+        """A part.
+
+        first: whether a message (a tool, ...) begins with it.
+        """
         if _PART in text:
             text = text.replace(_PART, _NOT_PART)
         part = f"{_PART}{kind if first else kind.lower()}{text}"
@@ -84,7 +89,10 @@ class PromptWriter:
         self._refused_for = self._refused_for or reason
 
     def prompt(self, *, has_breakpoints: bool = False) -> LoggedPrompt:
-        """What was added. has_breakpoints: whether the API has them, also if there are none."""
+        """What was added.
+
+        has_breakpoints: whether the API has them, also if there are none.
+        """
         text = "".join(self._parts).encode("utf-8", "surrogatepass")
         if self._refused_for is not None:
             return LoggedPrompt(text, (), self.media, self._refused_for)
@@ -93,8 +101,9 @@ class PromptWriter:
 
 
 class PromptPart(NamedTuple):
-    """A part of a prompt: its kind (upper case), where it begins and ends (bytes, mark included), and its place among
-    its like: tools and messages are counted from 1, messages without what stands before them.
+    """A part of a prompt: its kind (upper case), where it begins and ends (bytes, mark included),
+    and its place among its like: tools and messages are counted from 1, messages without what
+    stands before them.
     """
 
     kind: str

@@ -1,8 +1,10 @@
-"""Bodies of requests as prompts: which text stands where in the prompt that the provider makes of them.
+"""Bodies of requests as prompts: which text stands where in the prompt that the provider makes of
+them.
 
-Tools come first, then what constrains the answer's format, then the system prompt, then the messages. Anthropic gives
-this order for its cache (tools, system, messages); OpenAI's guide says the same of tools and of schemas, which go
-before the system message. The real templates add a few tokens per message, which are not known and not counted.
+Tools come first, then what constrains the answer's format, then the system prompt, then the
+messages. Anthropic gives this order for its cache (tools, system, messages); OpenAI's guide says
+the same of tools and of schemas, which go before the system message. The real templates add a few
+tokens per message, which are not known and not counted.
 """
 
 import json
@@ -60,7 +62,9 @@ def of_completion(body: dict[str, Any]) -> list[p.LoggedPrompt]:
 
 
 def of_chat(body: dict[str, Any]) -> p.LoggedPrompt:
-    """OpenAI chat completions, and everything that looks like it; with cache_control, where a gateway passes it on."""
+    """OpenAI chat completions, and everything that looks like it; with cache_control, where a
+    gateway passes it on.
+    """
     out = p.PromptWriter()
     _tools(out, body.get("tools") or body.get("functions"))
     _format(out, body.get("response_format"))
@@ -113,7 +117,8 @@ def of_responses(body: dict[str, Any]) -> p.LoggedPrompt:
 def of_anthropic(body: dict[str, Any]) -> p.LoggedPrompt:
     """Anthropic messages, with their cache breakpoints.
 
-    Settings that void the cached messages but not tools and system (tool_choice, thinking) stand between them.
+    Settings that void the cached messages but not tools and system (tool_choice, thinking) stand
+    between them.
     """
     out = p.PromptWriter()
     for tool in _dicts(body.get("tools") or [], "tools"):
@@ -157,7 +162,9 @@ def _blocks(out: p.PromptWriter, kind: str, blocks: Any) -> None:
 
 
 def _mark(out: p.PromptWriter, block: dict[str, Any]) -> None:
-    """A breakpoint, if the block has one; what the API refuses about it is noted (its prompt caching guide)."""
+    """A breakpoint, if the block has one; what the API refuses about it is noted (its prompt
+    caching guide).
+    """
     control = block.get("cache_control")
     if not isinstance(control, dict):
         return

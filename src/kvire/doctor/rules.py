@@ -1,5 +1,5 @@
-"""What a provider's cache gives back of a prompt that it could have (lengths, steps, times to live, breakpoints), and
-what that saves at its prices.
+"""What a provider's cache gives back of a prompt that it could have (lengths, steps, times to live,
+breakpoints), and what that saves at its prices.
 """
 
 import re
@@ -14,8 +14,8 @@ from kvire.doctor.tokens import Ruler
 from kvire.doctor.tree import Step
 from kvire.plan.prices import MILLION, Price, PriceTable
 
-# Anthropic looks at so many positions for an earlier entry, the breakpoint itself first; a run of tool calls is one
-# position, and so is a run of their results (its prompt caching guide).
+# Anthropic looks at so many positions for an earlier entry, the breakpoint itself first; a run of
+# tool calls is one position, and so is a run of their results (its prompt caching guide).
 LOOKBACK_POSITIONS = 20
 MARKS = re.compile(PART + rb"(.)", re.DOTALL)
 RUNS = (CALL, RESULT)
@@ -24,8 +24,12 @@ HOUR_S = 3600
 
 @dataclass(frozen=True, slots=True)
 class CacheRules:
-    """min_tokens: a shorter prefix is not cached. step_tokens: a hit is a multiple of this. ttl_s: how long an entry
-    lives after its last use. explicit: only what a breakpoint ends is cached.
+    """When a cache gives back a prefix.
+
+    min_tokens: a shorter prefix is not cached.
+    step_tokens: a hit is a multiple of this.
+    ttl_s: how long an entry lives after its last use.
+    explicit: only prefixes that end at a breakpoint are cached.
     """
 
     min_tokens: int
@@ -39,7 +43,10 @@ class CacheRules:
 
 
 class Written(NamedTuple):
-    """Tokens written into a cache, by how long they live there. Of what a mended cause changes: so many more."""
+    """Tokens written into a cache, by how long they live there.
+
+    Of what a mended cause changes: so many more.
+    """
 
     five_minutes: int = 0
     hour: int = 0
@@ -50,9 +57,11 @@ class Written(NamedTuple):
 
 
 class ReuseRules(NamedTuple):
-    """Tokens of one prompt: those that a cache gives back, and those that it could have, by what was in the way.
+    """Tokens of one prompt: those that a cache gives back, and those that it could have, by what
+    was in the way.
 
-    written: where writing is priced; where breakpoints are assumed, by the earlier prompt that this one finds.
+    written: where writing is priced; where breakpoints are assumed, by the earlier prompt that this
+        one finds.
     marks_too_little: whether it has breakpoints, but none ends enough for a cache.
     """
 
@@ -68,7 +77,10 @@ class ReuseRules(NamedTuple):
 def reuse(
     rules: CacheRules, steps: Sequence[Step], prompt: LoggedPrompt, ruler: Ruler, now_s: float | None
 ) -> ReuseRules:
-    """What a cache with these rules has of a prompt. now_s: None where times are not known: nothing expires."""
+    """What a cache with these rules has of a prompt.
+
+    now_s: None where times are not known: nothing expires.
+    """
     shared = _shared_tokens(ruler, steps[-1].end if steps else 0)
     written, marks_too_little = Written(), False
     if rules.explicit and prompt.breakpoints is not None:
@@ -78,7 +90,8 @@ def reuse(
         written = _written(rules, prompt, ruler, ruler.before(alive) if rules.whole_steps(fresh) else 0)
         marks_too_little = bool(prompt.breakpoints) and not _marked(rules, prompt, ruler, 0)
     else:
-        # Whoever came by a step came by all before it: the last that is fresh has only fresh ones before it.
+        # Whoever came by a step came by all before it: the last that is fresh has only fresh ones
+        # before it.
         end = next((step.end for step in reversed(steps) if _is_fresh(step.used_s, now_s, rules.ttl_s)), 0)
         young = _shared_tokens(ruler, end)
         fresh = _shared_tokens(ruler, whole_parts(prompt.text, end)) if rules.explicit else young
@@ -99,9 +112,11 @@ def reuse_after_fix(
     ruler: Ruler,
     age_s: float | None,
 ) -> int:
-    """What a cache would give back if a prompt shared `tokens` tokens with the closest earlier one, last used `age_s`
-    seconds ago. reached: where in the prompt what they share then ends. lost_bytes: of what lies before that, the
-    bytes that differ.
+    """What a cache would give back if a prompt shared `tokens` tokens with the closest earlier one,
+    last used `age_s` seconds ago.
+
+    reached: where in the prompt what they share then ends.
+    lost_bytes: of what lies before that, the bytes that differ.
     """
     marked = rules.explicit and prompt.breakpoints is not None
     if not marked and not _is_fresh(0.0, age_s, rules.ttl_s):
@@ -120,10 +135,11 @@ def reuse_after_fix(
 def written_after_fix(
     rules: CacheRules, prompt: LoggedPrompt, before: int, after: int, ruler: Ruler, *, is_first: bool
 ) -> Written:
-    """How many tokens more are written if a cache gives back `after` tokens of a prompt instead of `before`.
+    """How many tokens more are written if a cache gives back `after` tokens of a prompt instead of
+    `before`.
 
-    Where the prompt's breakpoints had them written, so many fewer. Where breakpoints are assumed, only what is found
-    again is written: these tokens once, for the first prompt that finds them.
+    Where the prompt's breakpoints had them written, so many fewer. Where breakpoints are assumed,
+    only what is found again is written: these tokens once, for the first prompt that finds them.
     """
     if not rules.explicit:
         return Written()
@@ -134,7 +150,9 @@ def written_after_fix(
 
 
 def entries_written(steps: Sequence[Step], prompt: LoggedPrompt, now_s: float | None) -> list[tuple[int, int]]:
-    """What a request with breakpoints leaves in the cache: ends in bytes and seconds to live; 0 for what it read."""
+    """What a request with breakpoints leaves in the cache: ends in bytes and seconds to live; 0 for
+    what it read.
+    """
     entries = dict(prompt.breakpoints or ())
     _, read = _entries(steps, prompt, now_s)
     if read and read not in entries:
@@ -143,23 +161,30 @@ def entries_written(steps: Sequence[Step], prompt: LoggedPrompt, now_s: float | 
 
 
 def whole_parts(text: bytes, end: int) -> int:
-    """The last end of a part at or before `end`: where a breakpoint can stand. A plain prompt has any."""
+    """The last end of a part at or before `end`: where a breakpoint can stand.
+
+    A plain prompt has any.
+    """
     if end >= len(text) or not text.startswith(PART):
         return end
     return max(text.rfind(PART, 0, end + 1), 0)
 
 
 def _written(rules: CacheRules, prompt: LoggedPrompt, ruler: Ruler, read: int) -> Written:
-    """What a prompt of which `read` tokens were found has written: to the last mark for an hour, then to the last.
+    """What a prompt of which `read` tokens were found has written: to the last mark for an hour,
+    then to the last.
 
-    As Anthropic bills mixed lifetimes (its prompt caching guide). A prefix below the minimum is not written.
+    As Anthropic bills mixed lifetimes (its prompt caching guide). A prefix below the minimum is not
+    written.
     """
     hour, last = (_marked(rules, prompt, ruler, ttl_s) for ttl_s in (HOUR_S, 0))
     return Written(max(0, last - max(hour, read)), max(0, hour - read))
 
 
 def _marked(rules: CacheRules, prompt: LoggedPrompt, ruler: Ruler, least_s: int) -> int:
-    """Tokens up to the last breakpoint for at least so long; 0 if there is none that ends enough for a cache."""
+    """Tokens up to the last breakpoint for at least so long; 0 if there is none that ends enough
+    for a cache.
+    """
     marked = max((at for at, ttl_s in (prompt.breakpoints or ()) if ttl_s >= least_s), default=0)
     tokens = ruler.before(marked)
     return tokens if tokens >= rules.min_tokens else 0
@@ -168,7 +193,9 @@ def _marked(rules: CacheRules, prompt: LoggedPrompt, ruler: Ruler, least_s: int)
 def _read_before(
     rules: CacheRules, steps: Sequence[Step], prompt: LoggedPrompt, ruler: Ruler, now_s: float | None
 ) -> int:
-    """Where breakpoints are assumed: tokens that the last prompt on this way found itself, so had not written."""
+    """Where breakpoints are assumed: tokens that the last prompt on this way found itself, so had
+    not written.
+    """
     end = 0
     for step in steps:
         before_s, then_s = step.used_before_s, None if now_s is None else step.used_s
@@ -180,7 +207,9 @@ def _read_before(
 
 
 def _entries(steps: Sequence[Step], prompt: LoggedPrompt, now_s: float | None) -> tuple[int, int]:
-    """The longest prefix that an entry was ever written for and a breakpoint looks back to; the same of those alive."""
+    """The longest prefix that an entry was ever written for and a breakpoint looks back to; the
+    same of those alive.
+    """
     written = alive = 0
     ends = [end for end, _ in prompt.breakpoints or ()]
     for step in steps:
@@ -214,15 +243,20 @@ def _shared_tokens(ruler: Ruler, end: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A model's price, and which of the rules of a diagnosis are its cache's. in_log: whether the log asks for it."""
+    """A model's price, and which of the rules of a diagnosis are its cache's.
+
+    in_log: whether the log asks for it.
+    """
 
     price: Price
     rules: int
     in_log: bool
 
     def saved_usd(self, found_tokens: int, written: Written) -> float:
-        """Against no cache: what tokens found cost less than input, less what tokens written cost more. Below 0 where
-        too little of what is written is found again.
+        """Against no cache: what tokens found cost less than input, less what tokens written cost
+        more.
+
+        Below 0 where too little of what is written is found again.
         """
         price = self.price
         found = found_tokens * (price.input - price.cached_input)
@@ -238,8 +272,10 @@ class Offers:
         self.rules = list(dict.fromkeys(map(rules_of, table.prices)))
 
     def choose(self, models: Iterable[str], wanted: Sequence[str] = ()) -> list[Offer]:
-        """The priced models among those of a log, then the first of each other provider; or those that are wanted, by
-        name. Raises ConfigError if a wanted one has no price.
+        """The priced models among those of a log, then the first of each other provider; or those
+        that are wanted, by name.
+
+        Raises ConfigError if a wanted one has no price.
         """
         asked = [price for price in self.table.prices if any(_is_named(price.model, model) for model in models)]
         if wanted:
@@ -261,13 +297,16 @@ class Offers:
 
 
 def rules_of(price: Price) -> CacheRules:
-    """The rules of a model's cache. Where writing is priced, it happens only where a breakpoint asks for it."""
+    """The rules of a model's cache.
+
+    Where writing is priced, it happens only where a breakpoint asks for it.
+    """
     return CacheRules(price.minimum_tokens, price.step_tokens, price.ttl_s, explicit=bool(price.cache_write))
 
 
 def _is_named(priced: str, logged: str) -> bool:
-    """Whether a log's model name means a priced model: with a vendor's and a region's prefix, a date, dashes for dots,
-    Bedrock's version.
+    """Whether a log's model name means a priced model: with a vendor's and a region's prefix, a
+    date, dashes for dots, Bedrock's version.
     """
     plain = re.sub(r"^(?:[a-z-]+\.)?(?:anthropic|amazon|meta)\.", "", logged.rsplit("/", 1)[-1].lower())
     plain = re.sub(r"-v\d+(?::\d+)*$", "", plain)

@@ -1,5 +1,5 @@
-"""Where two prompts part, and differences between whole parts: tools, settings, images, reasoning, messages that came
-or went.
+"""Where two prompts part, and differences between whole parts: tools, settings, images, reasoning,
+messages that came or went.
 """
 
 import json
@@ -24,10 +24,12 @@ class Spans(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Two prompts that are the same (or alike, see compare.py) up to new[at] and old[old_at], which differ.
+    """Two prompts that are the same (or alike, see compare.py) up to new[at] and old[old_at], which
+    differ.
 
-    new_index, old_index: of the parts that these bytes lie in. Where one prompt is at the end of a part and the other
-    still inside of it, both count as inside.
+    new_index, old_index: of the parts that hold these bytes.
+
+    Where one prompt is at the end of a part and the other still inside of it, both count as inside.
     """
 
     new: bytes
@@ -47,7 +49,10 @@ class Sides:
         new: tuple[bytes, int, int],
         old: tuple[bytes, int, int],
     ) -> Self:
-        """new, old: text, the first byte that differs, index of the part that has this byte."""
+        """Where two prompts part.
+
+        new, old: text, the first byte that differs, index of the part that has this byte.
+        """
         (new_text, at, new_index), (old_text, old_at, old_index) = new, old
         new_starts, old_starts = at == new_parts[new_index].start, old_at == old_parts[old_index].start
         if old_starts and not new_starts and old_index:
@@ -72,8 +77,8 @@ class Sides:
         return self.new_part.kind == self.old_part.kind
 
 
-# A message that is found elsewhere in the other prompt must be this long, or the next one must fit as well:
-# "yes" and "go on" stand everywhere.
+# A message that is found elsewhere in the other prompt must be this long, or the next one must fit
+# as well: "yes" and "go on" stand everywhere.
 TELLING_BYTES = 32
 MOST_REPLACED = 2  # messages (a summary, a note) that may stand in the place of history that was cut
 MOST_PERMUTED = 256
@@ -173,7 +178,9 @@ def _identity(part: PromptPart) -> tuple[str, bytes]:
 
 
 def permuted(new: Sequence[Hashable], old: Sequence[Hashable]) -> int:
-    """How many of the first elements are the same on both sides in another order; 0 if there is no such number."""
+    """How many of the first elements are the same on both sides in another order; 0 if there is no
+    such number.
+    """
     if not new or new[0] not in old:
         return 0
     missing: Counter[Hashable] = Counter()

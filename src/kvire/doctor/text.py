@@ -21,7 +21,10 @@ NOTHING_SAVED = "By these providers' rules none of it would be found even then."
 
 
 def print_diagnosis(values: dict[str, Any], console: Console) -> None:
-    """The whole report. values: of `diagnosis_values`."""
+    """The whole report.
+
+    values: of `diagnosis_values`.
+    """
     for block in _blocks(values):
         console.print(block)
 
@@ -72,7 +75,9 @@ def malformed(values: dict[str, Any]) -> str | None:
 
 
 def losses(values: dict[str, Any]) -> list[str]:
-    """The providers where caching these prompts costs more than none at all, or does nothing; a sentence each."""
+    """The providers where caching these prompts costs more than none at all, or does nothing; a
+    sentence each.
+    """
     lost = [_loss(one) for one in values["providers"] if one["saved_usd"] < 0]
     return lost + [_marks_too_little(one) for one in values["providers"] if one["marks_too_little"]]
 

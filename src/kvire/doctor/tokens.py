@@ -1,4 +1,6 @@
-"""How many tokens a prompt has, and at which token a byte lies: estimated, or counted with a tokenizer."""
+"""How many tokens a prompt has, and at which token a byte lies: estimated, or counted with a
+tokenizer.
+"""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -9,7 +11,8 @@ from kvire.doctor.logs import LoggedRequest
 from kvire.doctor.prompt import PART, TOKENS, parts_of
 from kvire.doctor.render import TOKEN_ID_BYTES
 
-# English text and JSON come to about four bytes a token in the common vocabularies; other scripts to fewer.
+# English text and JSON come to about four bytes a token in the common vocabularies; other scripts
+# to fewer.
 BYTES_PER_TOKEN = 4.0
 TOKEN_IDS = PART + TOKENS.encode()
 
@@ -37,7 +40,9 @@ class Counter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EstimatedRuler:
-    """So many bytes make a token, everywhere in the prompt but in its first lead_bytes, which make none."""
+    """So many bytes make a token, everywhere in the prompt but in its first lead_bytes, which make
+    none.
+    """
 
     tokens: int
     bytes_per_token: float
@@ -49,8 +54,8 @@ class EstimatedRuler:
 
 
 class Estimate:
-    """Bytes / 4 until a model's `usage` says better: a prompt with usage has exactly its tokens, one without gets the
-    bytes per token of those of its model so far.
+    """Bytes / 4 until a model's `usage` says better: a prompt with usage has exactly its tokens,
+    one without gets the bytes per token of those of its model so far.
     """
 
     def __init__(self) -> None:
@@ -86,7 +91,10 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class CountedRuler:
-    """ends: where each token ends in the prompt, in bytes, ascending."""
+    """Converts bytes to tokens by the prompt's own tokens.
+
+    ends: where each token ends in the prompt, in bytes, ascending.
+    """
 
     ends: Sequence[int]
 
@@ -101,7 +109,10 @@ class CountedRuler:
 
 
 class Tokenized:
-    """Counts with a model's tokenizer. ends_of: the end of each token of a text, in characters."""
+    """Counts with a model's tokenizer.
+
+    ends_of: the end of each token of a text, in characters.
+    """
 
     def __init__(self, name: str, ends_of: Callable[[str], Sequence[int]]) -> None:
         self._name = name

@@ -1,6 +1,8 @@
-"""Every prompt so far, as a radix tree over bytes: shared beginnings are kept once, and found to the byte.
+"""Every prompt so far, as a radix tree over bytes: shared beginnings are kept once, and found to
+the byte.
 
-It takes at most the memory it is given; then the ends that nobody came by for longest are forgotten first.
+It takes at most the memory it is given; then the ends that nobody came by for longest are forgotten
+first.
 """
 
 from collections import OrderedDict
@@ -14,11 +16,14 @@ NODE_BYTES = 500
 class Node:
     """A run of bytes after its parent's. Everybody who came by came by all of it.
 
-    used_s: when the last one did; used_before_s: the one before, None if there was none. line: in which line of the log
-    the last one was. turn: as which of all prompts, from 1.
-    kept_until_s, kept_for_s: when the provider's entry that ends here expires, and how long a read prolongs it; 0 if
-    nobody had one written here. mended: by which rules (bits) a prompt that ends here would be in the cache if causes
-    were mended.
+    used_s: when the last one did;
+    used_before_s: the one before, None if there was none.
+    line: in which line of the log the last one was.
+    turn: as which of all prompts, from 1.
+    kept_until_s, kept_for_s: when the provider's entry that ends here expires, and how long a read
+        prolongs it; 0 if nobody had one written here.
+    mended: by which rules (bits) a prompt that ends here would be in the cache if causes were
+        mended.
     """
 
     __slots__ = (
@@ -47,7 +52,9 @@ class Node:
         return b"".join(reversed(labels))
 
     def mended_on_the_way(self) -> int:
-        """The rules (bits) by which this prompt, or one that it begins with, would be in the cache."""
+        """The rules (bits) by which this prompt, or one that it begins with, would be
+        in the cache.
+        """
         mended = self.mended
         node = self.parent
         while node is not None:
@@ -64,7 +71,10 @@ class Node:
 
 
 class Step(NamedTuple):
-    """A node on a prompt's way as it was before. end: how far the prompt agrees with the tree, at most its end."""
+    """A node on a prompt's way as it was before.
+
+    end: how far the prompt agrees with the tree, at most its end.
+    """
 
     end: int
     used_s: float
@@ -74,8 +84,11 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What the tree knew of a prompt: steps from the root on. node: where the prompt ends in the tree now.
-    beside: the end of the last prompt that left this one's way where this one left the tree; None if nobody did.
+    """What the tree knew of a prompt: steps from the root on.
+
+    node: where the prompt ends in the tree now.
+    beside: the end of the last prompt that left this one's way where this one left the tree, or
+        None.
     """
 
     steps: tuple[Step, ...]
@@ -100,7 +113,9 @@ class PrefixTree:
         self.forgotten_bytes = 0
 
     def depth(self, scope: str, text: bytes) -> tuple[int, Node | None]:
-        """Bytes of the text that are known in a scope, and the node that the last of them lies in; changes nothing."""
+        """Bytes of the text that are known in a scope, and the node that the last of them lies in;
+        changes nothing.
+        """
         node, depth = self._roots.get(scope), 0
         if node is None:
             return 0, None
@@ -141,7 +156,9 @@ class PrefixTree:
         return Match(tuple(steps), node, beside)
 
     def keep_until(self, end: Node, ends_bytes: list[tuple[int, int]], now_s: float) -> None:
-        """A provider's entries for prefixes of a prompt are written, or read again. end: the prompt's node.
+        """A provider's entries for prefixes of a prompt are written, or read again.
+
+        end: the prompt's node.
         ends_bytes: (length of the prefix, seconds to live; 0 for what was only read), ascending.
         """
         depth = len(end.text())
@@ -165,7 +182,9 @@ class PrefixTree:
             self._leaves.move_to_end(node)
 
     def _split(self, lower: Node, length: int) -> Node:
-        """The node of the first bytes of another, which keeps the rest (and so stays the end of its prompts)."""
+        """The node of the first bytes of another, which keeps the rest (and so stays the end of its
+        prompts).
+        """
         parent = lower.parent
         assert parent is not None and 0 < length < len(lower.label)
         upper = Node(lower.label[:length], parent, lower.used_s, lower.line, lower.turn)

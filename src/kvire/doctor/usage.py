@@ -1,6 +1,8 @@
-"""What a log says was counted of a prompt: every API and gateway names it in its own way, one row of FORMS each.
+"""What a log says was counted of a prompt: every API and gateway names it in its own way, one row
+of FORMS each.
 
-Transcripts of agents (Claude Code, Codex) hold nothing else: answers and what was counted, never a whole request.
+Transcripts of agents (Claude Code, Codex) hold nothing else: answers and what was counted, never a
+whole request.
 """
 
 import json
@@ -24,7 +26,9 @@ class TokenUsage:
 
 
 class UsageForm(NamedTuple):
-    """Where one kind of record has its counts. A dot leads into an object; of several fields the largest count holds.
+    """Where one kind of record has its counts.
+
+    A dot leads into an object; of several fields the largest count holds.
 
     prompt: the prompt's tokens.
     cached: tokens read from a cache.
@@ -38,8 +42,9 @@ class UsageForm(NamedTuple):
     apart: bool = False
 
 
-# The first row of which `prompt` and one of the others are in a record reads it. Gateways mix forms: a record with
-# `prompt_tokens` counts cached ones in it, also where Anthropic's two fields stand beside it (LiteLLM).
+# The first row of which `prompt` and one of the others are in a record reads it. Gateways mix
+# forms: a record with `prompt_tokens` counts cached ones in it, also where Anthropic's two fields
+# stand beside it (LiteLLM).
 FORMS = (
     UsageForm(  # OpenAI chat, Azure, OpenRouter, vLLM, SGLang, LiteLLM; then DeepSeek; then Moonshot, Together
         "prompt_tokens",
@@ -123,16 +128,20 @@ def read_usage(record: Any) -> TokenUsage | None:
 
 
 def usage_in(parts: Iterable[dict[str, Any]]) -> TokenUsage | None:
-    """The first record in the parts of a line that counts cached tokens, else the first that counts a prompt."""
+    """The first record in the parts of a line that counts cached tokens, else the first that counts
+    a prompt.
+    """
     places = (place for part in parts for place in (*(_at(part, path) for path in PLACES), part))
     found = [usage for place in places if (usage := read_usage(place))]
     return next((usage for usage in found if usage.cached_tokens is not None), found[0] if found else None)
 
 
 def _leaves_out(record: dict[str, Any], given: int, beside: int) -> bool:
-    """Whether a count that should hold the cached tokens does not: some clients pass on the provider's own.
+    """Whether a count that should hold the cached tokens does not: some clients pass on the
+    provider's own.
 
-    A whole cannot be less than its parts; and a record that has the total of prompt and answer tells it.
+    A whole cannot be less than its parts; and a record that has the total of prompt and answer
+    tells it.
     """
     if given < beside:
         return True
@@ -168,10 +177,13 @@ class Transcripts:
         return isinstance(value.get("type"), str) and any(mark in value for mark in MARKS)
 
     def answer(self, value: dict[str, Any]) -> tuple[str, TokenUsage] | None:
-        """What a line counts, and of which answer: several lines may tell the same one. None if it counts nothing.
+        """What a line counts, and of which answer: several lines may tell the same one.
 
-        Claude Code writes a line per block of an answer, each with the usage of all of it. Codex tells its counts
-        again whenever the display is refreshed, and again in the file of a session that goes on from another.
+        None if it counts nothing.
+
+        Claude Code writes a line per block of an answer, each with the usage of all of it. Codex
+        tells its counts again whenever the display is refreshed, and again in the file of a session
+        that goes on from another.
         """
         payload = value.get("payload")
         found = self._codex(value, payload) if isinstance(payload, dict) else _claude_code(value)
@@ -185,7 +197,8 @@ class Transcripts:
             return None
         last, total = told.get("last_token_usage"), told.get("total_token_usage")
         usage = read_usage(last)
-        # Totals grow with each answer, so they name it. Those of a session's first are not yet its own.
+        # Totals grow with each answer, so they name it. Those of a session's first are not yet its
+        # own.
         session = self._session if last == total else ""
         return None if usage is None else (json.dumps([session, last, total], sort_keys=True), usage)
 

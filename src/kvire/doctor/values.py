@@ -19,7 +19,10 @@ def diagnosis_values(
     prefill_tok_s: float | None = None,
     show_text: bool = False,
 ) -> dict[str, Any]:
-    """Everything, in tokens, USD and seconds. show_text: with the differing pieces themselves, not only their shape."""
+    """Everything, in tokens, USD and seconds.
+
+    show_text: with the differing pieces themselves, not only their shape.
+    """
     totals = diagnosis.totals
     chosen = offers.choose(totals.models, wanted)
     findings = [_finding(one, totals, chosen, prefill_tok_s, show_text=show_text) for one in diagnosis.findings]

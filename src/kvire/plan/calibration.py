@@ -1,4 +1,5 @@
-"""A machine's speed from measured times: three constants of prefill and two of each tier, fitted to relative errors.
+"""A machine's speed from measured times: three constants of prefill and two of each tier, fitted to
+relative errors.
 
 What is measured is remembered in the cache folder, in one file: the last one.
 """
@@ -55,7 +56,10 @@ class CalibrationSamples:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationTimes:
-    """What was measured on what. memory_bytes: that were free before the model was loaded."""
+    """What was measured on what.
+
+    memory_bytes: that were free before the model was loaded.
+    """
 
     model: str
     kv_dtype: str
@@ -66,7 +70,9 @@ class CalibrationTimes:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """One measurement: tokens from `start` to `stop` computed in `seconds`, alone, the KV of those before at hand."""
+    """One measurement: tokens from `start` to `stop` computed in `seconds`, alone, the KV of those
+    before at hand.
+    """
 
     start: int
     stop: int
@@ -74,10 +80,11 @@ class Prefill:
 
 
 def fit(shape: Shape, measured: Sequence[Prefill]) -> tuple[float, float, float]:
-    """(seconds per request, linear FLOP/s, attention FLOP/s) that miss the measurements least, relatively.
+    """(seconds per request, linear FLOP/s, attention FLOP/s) that miss the measurements least,
+    relatively.
 
-    A constant that would come out negative is left out: infinitely fast, or no overhead. Raises ConfigError if
-    nothing fits.
+    A constant that would come out negative is left out: infinitely fast, or no overhead. Raises
+    ConfigError if nothing fits.
     """
     rows = [(1.0, shape.linear_flops(m.stop - m.start), shape.attention_flops(m.start, m.stop)) for m in measured]
     seconds = np.array([m.seconds for m in measured])
@@ -126,9 +133,11 @@ def record(on: CalibrationTimes, shape: Shape, samples: CalibrationSamples) -> d
 def _tier_speed(
     shape: Shape, storage: Storage, who: Machine, medians: Mapping[Asked, float], state: str
 ) -> dict[str, float]:
-    """Latency and rate that explain what a tier adds to computing what it cannot give, by least squares over lengths.
+    """Latency and rate that explain what a tier adds to computing what it cannot give, by least
+    squares over lengths.
 
-    The plan adds the same computing again, so that what the fitted machine gets wrong there cancels.
+    The plan adds the same computing again, so that what the fitted machine gets wrong there
+    cancels.
     """
     sizes, added = [], []
     for asked, seconds in medians.items():

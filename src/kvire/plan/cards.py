@@ -1,4 +1,6 @@
-"""The model cards shipped with Kvire: config fields of models that one may plan for without having them."""
+"""The model cards shipped with Kvire: config fields of models that one may plan for without having
+them.
+"""
 
 import difflib
 import json

@@ -1,4 +1,6 @@
-"""Prediction beside measurement: the rows of a `kvire bench` report, and how far off the plan was."""
+"""Prediction beside measurement: the rows of a `kvire bench` report, and how far off
+the plan was.
+"""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +12,8 @@ from kvire.core.errors import ConfigError
 SCHEMA = "kvire.bench/1"
 WITHIN = 0.25  # the share of the measured time that a prediction may miss
 
-# (state, prompt tokens, new tokens) to seconds until the first token; None for a state that cannot be predicted.
+# (state, prompt tokens, new tokens) to seconds until the first token; None for a state that cannot
+# be predicted.
 Predict = Callable[[str, int, int], float | None]
 
 
@@ -45,7 +48,9 @@ class Checked:
 def check(report: Mapping[str, Any], predict: Predict, planned: Mapping[str, Any] | None = None) -> list[Checked]:
     """Every row with times; those that the plan does not speak of say why.
 
-    planned: by the report's names (layers, kv_dtype), in what the measured model must be the planned one.
+    planned: by the report's names (layers, kv_dtype), in what the measured model must be the
+        planned one.
+
     Raises ConfigError for another schema, or a report without such rows.
     """
     if report.get("schema") != SCHEMA:
@@ -99,7 +104,9 @@ def _beyond(row: Mapping[str, Any], others: Mapping[str, str]) -> str:
 
 
 def _new_tokens(samples: Sequence[Mapping[str, Any]], tokens: int) -> int:
-    """At the prompts' end, tokens that were computed by the server's own count; else one, as for a repeated prompt."""
+    """At the prompts' end, tokens that were computed by the server's own count; else one, as for a
+    repeated prompt.
+    """
     counted = [
         s["prompt_tokens"] - s["cached_tokens"]
         for s in samples

@@ -1,20 +1,24 @@
-"""What a block costs to compute and to load, measured as the engine runs, and which of the two to do.
+"""What a block costs to compute and to load, measured as the engine runs, and which of the two to
+do.
 
-Computing starts at the front of a prompt and can only go on from there; loading may start at the back. So there are
-three ways to get the KV of a span of stored blocks: load it all, compute it all, or both at once until they meet.
+Computing starts at the front of a prompt and can only go on from there; loading may start at the
+back. So there are three ways to get the KV of a span of stored blocks: load it all, compute it all,
+or both at once until they meet.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-# Loading alone is preferred to both at once from here on: what computing would add is less than what it would delay.
+# Loading alone is preferred to both at once from here on: what computing would add is less than
+# what it would delay.
 LOAD_ALONE = 0.25
 # Below this gain a load is not worth its risk (a tier may slow down), nor the bytes on the wire.
 LEAST_GAIN = 0.05
 # Of earlier measurements, the share that still counts when the next one comes.
 MEMORY = 0.95
-# A step says how fast prefill is if it computes at least so many tokens of one prompt, and few others beside them.
+# A step says how fast prefill is if it computes at least so many tokens of one prompt, and few
+# others beside them.
 LEAST_STEP_TOKENS, LEAST_STEP_SHARE = 32, 7 / 8
 
 
@@ -43,10 +47,12 @@ class Speed(NamedTuple):
 
 
 class PrefillSpeed:
-    """Seconds of prefill, as token_s per token and context_s per token and token of context before it.
+    """Seconds of prefill, as token_s per token and context_s per token and token of context before
+    it.
 
-    The two are fitted to what was measured, by least squares in which old steps fade. token_s: a guess until then;
-    None: nothing is known before the first measurement.
+    Both are fitted to the measured steps, by least squares in which old steps fade.
+
+    token_s: a guess before the first measurement; None: nothing is known until then.
     """
 
     def __init__(self, token_s: float | None = None) -> None:
@@ -62,7 +68,8 @@ class PrefillSpeed:
         return self._guessed or self.samples > 0
 
     def step(self, start: int, count: int, step_tokens: int, seconds: float) -> None:
-        """A step took `seconds` for `step_tokens`, `count` of them of the prompt with most of them, from `start` on.
+        """A step took `seconds` for `step_tokens`, `count` of them of the prompt with most of them,
+        from `start` on.
 
         Measured only if nearly all of it was that prompt's.
         """
@@ -100,7 +107,7 @@ class Choice:
 
     way: to do it.
     seconds: until the whole span is there.
-    load_s, compute_s: of either way alone. Whoever only waits for a load waits no longer than compute_s.
+    load_s, compute_s: of either way alone. An engine waits for a load no longer than compute_s.
     is_try: computing seems faster, and the load is made to see whether that is still so.
     """
 
@@ -119,10 +126,11 @@ class Choice:
 def choose(
     speed: Speed, prefill: PrefillSpeed, start: int, stop: int, size_bytes: int, *, can_meet: bool = True
 ) -> Choice:
-    """Whether to load the tokens from `start` to `stop`, which are stored in `size_bytes`, to compute them, or both.
+    """Whether to load the tokens from `start` to `stop`, which are stored in `size_bytes`, to
+    compute them, or both.
 
-    can_meet: an engine that computes from the front can take over what was loaded from the back. Without it a load is
-    waited for, and is worth it if that is sooner.
+    can_meet: whether an engine that computes from the front can take over blocks loaded from the
+        back. Otherwise it waits for the load, which is worth it if that is sooner.
     """
     load_s = speed.seconds(size_bytes)
     compute_s = prefill.seconds(start, stop)
@@ -136,7 +144,9 @@ def choose(
 
 
 def _meet(speed: Speed, prefill: PrefillSpeed, start: int, stop: int, size_bytes: int) -> float:
-    """Seconds until computing from the front and loading from the back have met, by bisection over where."""
+    """Seconds until computing from the front and loading from the back have met, by bisection over
+    where.
+    """
     low, high = start, stop
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,6 @@
-"""How fast a machine computes: a device's data sheet and an assumed efficiency, or a measurement of this machine."""
+"""How fast a machine computes: a device's data sheet and an assumed efficiency, or a measurement of
+this machine.
+"""
 
 import json
 from collections.abc import Mapping
@@ -11,8 +13,8 @@ from kvire.core.errors import ConfigError
 from kvire.plan.cost import PrefillSpeed
 from kvire.plan.shape import Shape, Storage
 
-# How much faster or slower than assumed prefill may be: published efficiencies of prefill lie between 0.3 and 0.65 of
-# the peak; a measured machine repeats itself within 15 %.
+# How much faster or slower than assumed prefill may be: published efficiencies of prefill lie
+# between 0.3 and 0.65 of the peak; a measured machine repeats itself within 15 %.
 ASSUMED_RANGE = (0.6, 1.3)
 MEASURED_RANGE = (0.85, 1.15)
 
@@ -40,7 +42,9 @@ class Machine:
     source: str = ""
 
     def prefill_s(self, shape: Shape, start: int, stop: int) -> float:
-        """Seconds to compute the tokens from `start` to `stop`, alone, with the KV of those before at hand."""
+        """Seconds to compute the tokens from `start` to `stop`, alone, with the KV of those before
+        at hand.
+        """
         linear = shape.linear_flops(stop - start) / self.linear_flops_per_s
         return self.overhead_s + linear + shape.attention_flops(start, stop) / self.attention_flops_per_s
 
@@ -56,7 +60,8 @@ class Machine:
         return speed
 
     def decode_s(self, shape: Shape, storage: Storage, context: int, users: int, weights_dtype: str | None) -> float:
-        """Least seconds of one step that adds a token for each of `users`: what it reads over the bandwidth.
+        """Least seconds of one step that adds a token for each of `users`: what it reads over the
+        bandwidth.
 
         Raises ConfigError where the bandwidth is not known.
         """
@@ -82,8 +87,9 @@ def hardware_table() -> Mapping[str, Any]:
 
 
 def machine(name: str, *, devices: int = 1, mfu: float | None = None) -> Machine:
-    """From the table: so many devices together, shared out evenly. mfu: of the peak, what prefill reaches; None for
-    the table's assumption.
+    """From the table: so many devices together, shared out evenly.
+
+    mfu: share of the peak that prefill reaches; None for the table's assumption.
 
     Raises ConfigError for a name that is not in it, or an mfu outside 0 to 1.
     """
@@ -106,8 +112,10 @@ def machine(name: str, *, devices: int = 1, mfu: float | None = None) -> Machine
 
 
 def break_even_bytes_per_s(shape: Shape, storage: Storage, who: Machine, tokens: int) -> float:
-    """B*: a tier that gives more than this loads a prefix of so many tokens faster than it is computed.
+    """B*: a tier that gives more than this loads a prefix of so many tokens faster than it is
+    computed.
 
-    KV bytes per token times prefill tokens per second, with what windows and states make of the first.
+    KV bytes per token times prefill tokens per second, with what windows and states make of the
+    first.
     """
     return shape.sequence_bytes(tokens, storage) / who.prefill_s(shape, 0, tokens)

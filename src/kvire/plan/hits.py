@@ -1,4 +1,6 @@
-"""How much of the prompts a cache of a given size finds again: a curve from `kvire replay`, or an assumption."""
+"""How much of the prompts a cache of a given size finds again: a curve from `kvire replay`, or an
+assumption.
+"""
 
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -35,7 +37,9 @@ class HitCurve:
             )
 
     def hit_rate(self, tokens: float) -> float:
-        """With room for so many tokens: linear between points, from nothing at no room; flat beyond the last."""
+        """With room for so many tokens: linear between points, from nothing at no room; flat beyond
+        the last.
+        """
         points = self.points if self.points[0][0] == 0 else ((0.0, 0.0), *self.points)
         after = bisect_right(points, tokens, key=lambda point: point[0])
         if after == len(points):
@@ -45,7 +49,8 @@ class HitCurve:
 
 
 def assumed_reuse(reuse: float, working_set_tokens: int) -> HitCurve:
-    """That share of every prompt is found again once the cache holds the working set; less in proportion before.
+    """That share of every prompt is found again once the cache holds the working set; less in
+    proportion before.
 
     Raises ConfigError for a share outside 0 to 1, or no working set.
     """
@@ -59,8 +64,8 @@ def assumed_reuse(reuse: float, working_set_tokens: int) -> HitCurve:
 def read_curve(report: Mapping[str, Any], policy: str | None = None) -> HitCurve:
     """The curve of one policy from `kvire replay --json`; by default lru, else the first.
 
-    A rate that dips by noise is taken as the best of all smaller capacities. Raises ConfigError for another schema, a
-    policy that is not in it, or missing fields.
+    A rate that dips by noise is taken as the best of all smaller capacities. Raises ConfigError for
+    another schema, a policy that is not in it, or missing fields.
     """
     if report.get("schema") != SCHEMA:
         raise ConfigError(f"the hit curve has schema {report.get('schema')!r}, not {SCHEMA}: see kvire replay --json")

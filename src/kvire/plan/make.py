@@ -1,4 +1,6 @@
-"""From what a user says to a Plan: the one place where model, machine, tiers, use and prices come together."""
+"""From what a user says to a Plan: the one place where model, machine, tiers, use and prices come
+together.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -90,7 +92,9 @@ class Reused:
     new_tokens: int = 64
 
     def tiers(self, measured: tuple[PlannedTier, ...]) -> tuple[PlannedTier, ...]:
-        """What was named, with measured speeds where a name is a measured one; else those measured, else the usual."""
+        """What was named, with measured speeds where a name is a measured one; else those measured,
+        else the usual.
+        """
         if not self.tier:
             return measured or tuple(default_tiers())
         known = {tier.name: tier for tier in measured}
@@ -109,7 +113,10 @@ class Reused:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What it costs: as plan.Money, but with sizes and models as users write them. tbw: such as "1200TB"."""
+    """What it costs: as plan.Money, but with sizes and models as users write them.
+
+    tbw: such as "1200TB".
+    """
 
     usd_per_hour: float | None = None
     requests_per_hour: float | None = None
@@ -136,7 +143,10 @@ def make(
     use: ServingUse | None = None,
     spent: Spent | None = None,
 ) -> Plan:
-    """The plan of a model. Raises ConfigError naming the option that cannot work, as the command line spells it."""
+    """The plan of a model.
+
+    Raises ConfigError naming the option that cannot work, as the command line spells it.
+    """
     kept, hardware, reused = kept or Kept(), hardware or Hardware(), reused or Reused()
     use, spent = use or ServingUse(), spent or Spent()
     if use.context < reused.new_tokens:

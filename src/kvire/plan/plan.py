@@ -102,7 +102,9 @@ def ttfts(plan: Plan) -> list[Ttft]:
 
 
 def device_tokens(plan: Plan) -> int:
-    """Tokens that the device has room to keep beside those of the users at work; 0 where its memory is not known."""
+    """Tokens that the device has room to keep beside those of the users at work; 0 where its memory
+    is not known.
+    """
     if (memory := plan.memory) is None:
         return 0
     free = memory.kv_bytes - plan.use.users * plan.shape.sequence_bytes(plan.use.context, plan.storage)
@@ -110,7 +112,9 @@ def device_tokens(plan: Plan) -> int:
 
 
 def predictor(plan: Plan) -> Callable[[str, int, int], float | None]:
-    """(state, prompt tokens, new tokens) to seconds until the first token; None for a state whose tier is not known."""
+    """(state, prompt tokens, new tokens) to seconds until the first token; None for a state whose
+    tier is not known.
+    """
     assert plan.who is not None
     who, tiers = plan.who, {tier.state: tier for tier in reversed(plan.tiers)}
 

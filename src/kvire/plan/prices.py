@@ -1,4 +1,6 @@
-"""What hosted models cost per token, cached and not, from one dated table; and what own hardware costs."""
+"""What hosted models cost per token, cached and not, from one dated table; and what own hardware
+costs.
+"""
 
 import difflib
 import json
@@ -41,14 +43,17 @@ class Price:
     note: str = ""
 
     def cached_tokens(self, shared_tokens: int) -> int:
-        """Of a prefix that was sent before, how much counts as found: nothing below the minimum, then whole steps."""
+        """Of a prefix that was sent before, how much counts as found: nothing below the minimum,
+        then whole steps.
+        """
         if shared_tokens < self.minimum_tokens:
             return 0
         return shared_tokens - shared_tokens % self.step_tokens
 
     def prompt_usd(self, prompt_tokens: int, cached_tokens: int = 0, written_tokens: int = 0, ttl: str = "5m") -> float:
-        """Of one prompt: tokens found, tokens written (of those not found), and the rest. Raises ConfigError if they
-        do not add up.
+        """Of one prompt: tokens found, tokens written (of those not found), and the rest.
+
+        Raises ConfigError if they do not add up.
         """
         rest = prompt_tokens - cached_tokens - written_tokens
         if min(rest, cached_tokens, written_tokens) < 0:
@@ -61,7 +66,10 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class PriceTable:
-    """The shipped prices. date: of the table; each price says when its source was read."""
+    """The shipped prices.
+
+    date: of the table; each price says when its source was read.
+    """
 
     date: str
     about: str
@@ -85,8 +93,9 @@ def price_table() -> PriceTable:
 
 @dataclass(frozen=True, slots=True)
 class RequestBill:
-    """One request of a model: USD with everything computed, and with its prefix found; first_usd: of the first such
-    request, which writes the prefix.
+    """One request of a model: USD with everything computed, and with its prefix found.
+
+    first_usd: of the first such request, which writes the prefix.
     """
 
     price: Price
@@ -124,12 +133,16 @@ def bill(price: Price, prompt_tokens: int, shared_tokens: int, output_tokens: in
 
 
 def own_usd_per_million(usd_per_hour: float, seconds: float, tokens: int) -> float:
-    """USD per million tokens of a machine that takes so long for so many, and does nothing else meanwhile."""
+    """USD per million tokens of a machine that takes so long for so many, and does nothing else
+    meanwhile.
+    """
     return usd_per_hour / 3600 * seconds / tokens * MILLION
 
 
 def years_until_worn(written_bytes_per_day: float, endurance_bytes: float, amplification: float = 1.1) -> float:
-    """Of a disk that may be written `endurance_bytes` (its TBW). amplification: bytes written per byte stored.
+    """Of a disk that may be written `endurance_bytes` (its TBW).
+
+    amplification: bytes written per byte stored.
 
     Infinite where nothing is written.
     """

@@ -6,8 +6,8 @@ from typing import Any
 from kvire.core.errors import ConfigError
 
 _DTYPES = {"torch.bfloat16": "bfloat16", "torch.float16": "float16", "torch.float32": "float32", "auto": "bfloat16"}
-# What a method keeps where its settings have no bits: (dense weights, experts). Embeddings, norms and scales of
-# groups are wider; that share is small.
+# What a method keeps where its settings have no bits: (dense weights, experts). Embeddings, norms
+# and scales of groups are wider; that share is small.
 _METHODS = {"fp8": ("fp8", "fp8"), "fbgemm_fp8": ("fp8", "fp8"), "mxfp4": ("bfloat16", "mxfp4")}
 _BITS = {4: "int4", 8: "int8"}
 _BIT_FIELDS = ("bits", "w_bit", "num_bits", "weight_bits")
@@ -15,7 +15,8 @@ _ALGORITHMS = {"FP8": "fp8", "NVFP4": "int4"}  # NVFP4: one 8-bit scale per 16, 
 
 
 def checkpoint_weights(config: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """What the checkpoint keeps its weights in, by part ("dense", "experts"); what a reader must know about it.
+    """What the checkpoint keeps its weights in, by part ("dense", "experts"); what a reader must
+    know about it.
 
     Raises ConfigError for a dtype whose size is not known.
     """
@@ -54,7 +55,13 @@ def _narrow(settings: Mapping[str, Any]) -> str | None:
 
 
 def _stated(settings: Mapping[str, Any]) -> Iterator[str | None]:
-    """gptq, awq: bits. bitsandbytes: a flag. compressed-tensors: a group's weights. modelopt: an algorithm."""
+    """Spellings of each method.
+
+    gptq, awq: bits.
+    bitsandbytes: a flag.
+    compressed-tensors: a group's weights.
+    modelopt: an algorithm.
+    """
     for name in _BIT_FIELDS:
         if name in settings:
             yield _BITS.get(settings[name]) if isinstance(settings[name], int) else None

@@ -1,4 +1,6 @@
-"""From a config.json to a Shape, failing closed: what is not known to be counted right is refused by field."""
+"""From a config.json to a Shape, failing closed: what is not known to be counted right is refused
+by field.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +21,10 @@ MUST_STATE = ("num_hidden_layers", "hidden_size", "kv_lora_rank")
 
 
 def read_shape(config: Mapping[str, Any]) -> Shape:
-    """The shape of a config.json. Raises ConfigError naming the model_type or the field that is not known."""
+    """The shape of a config.json.
+
+    Raises ConfigError naming the model_type or the field that is not known.
+    """
     try:
         text, wrapped = language_model(config)
         return _read(text, wrapped=wrapped)
@@ -41,7 +46,9 @@ def _read(config: Mapping[str, Any], *, wrapped: bool) -> Shape:
 
 
 def _fields(config: Mapping[str, Any], family: Family) -> Fields:
-    """-1 and 0 are no window, and so is a window that is left out where the family also has models without."""
+    """-1 and 0 are no window, and so is a window that is left out where the family also has models
+    without.
+    """
     if config.get("sliding_window") in (0, -1):
         config = {**config, "sliding_window": None}
     return family.fields(config, (*MUST_STATE, "sliding_window") if _window_may_miss(family) else MUST_STATE)
@@ -62,7 +69,10 @@ def _notes_on_config(config: Mapping[str, Any], family: Family, *, wrapped: bool
 
 
 def _draft(fields: Fields, mixers: Sequence[Mixer]) -> Draft | None:
-    """Layers for speculative decoding. Those of DeepSeek's line keep what its other layers do; others are unknown."""
+    """Layers for speculative decoding.
+
+    Those of DeepSeek's line keep what its other layers do; others are unknown.
+    """
     for name in DRAFT_FIELDS:
         if count := fields.count(name, 0):
             last = mixers[-1]

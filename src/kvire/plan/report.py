@@ -74,7 +74,9 @@ def notes(plan: Plan) -> list[str]:
 
 
 def break_even(plan: Plan) -> list[dict[str, Any]]:
-    """Of the machine, or of every device in the table: prefill speed, and the rate at which loading is as fast."""
+    """Of the machine, or of every device in the table: prefill speed, and the rate at which loading
+    is as fast.
+    """
     whose = [plan.who] if plan.who else [machine(row["name"]) for row in hardware_table()["devices"]]
     tokens = plan.use.context
     size = plan.shape.sequence_bytes(tokens, plan.storage)
@@ -224,7 +226,9 @@ def _too_small(plan: Plan) -> str:
 
 
 def _worn_out(plan: Plan, buy: Offer | None) -> str:
-    """What stands against a disk that all of this is written to; empty if nothing does, or it is not known."""
+    """What stands against a disk that all of this is written to; empty if nothing does, or it is
+    not known.
+    """
     wear = _wear(plan)
     if buy is None or buy.tier.state != "D" or wear is None or wear["years"] is None or wear["years"] >= LEAST_YEARS:
         return ""
@@ -277,7 +281,9 @@ def _money(plan: Plan) -> dict[str, Any]:
 
 
 def _own(plan: Plan) -> list[dict[str, Any]] | None:
-    """Own hardware, USD per million prompt tokens: computed, and found on the device or in a tier; one at a time."""
+    """Own hardware, USD per million prompt tokens: computed, and found on the device or in a tier;
+    one at a time.
+    """
     if plan.who is None or plan.money.usd_per_hour is None:
         return None
     price, tokens = plan.money.usd_per_hour, plan.prompt.tokens

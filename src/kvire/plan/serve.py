@@ -59,14 +59,19 @@ def computed(shape: Shape, who: Machine, prompt: PromptShape) -> Ttft:
 
 
 def from_device(shape: Shape, who: Machine, prompt: PromptShape) -> Ttft:
-    """State G: the beginning lies where it is computed with. A hit may end inside a block, which is copied."""
+    """State G: the beginning lies where it is computed with.
+
+    A hit may end inside a block, which is copied.
+    """
     seconds = who.prefill_s(shape, prompt.tokens - prompt.new_tokens, prompt.tokens)
     slow, fast = who.span
     return Ttft("G", "device", seconds, seconds / fast, seconds / slow, 0.0, "device")
 
 
 def from_tier(shape: Shape, who: Machine, prompt: PromptShape, storage: Storage, tier: PlannedTier) -> Ttft:
-    """The beginning is loaded from a tier, or computed where that is faster, or both until they meet."""
+    """The beginning is loaded from a tier, or computed where that is faster, or both until they
+    meet.
+    """
     low_rate = 0.7 if tier.measured else 0.5  # nominal rates are seldom reached; a measured one varies less
     seconds, load_s, way = _loaded(shape, who, prompt, storage, tier, 1.0)
     slow, fast = who.span
@@ -78,7 +83,9 @@ def from_tier(shape: Shape, who: Machine, prompt: PromptShape, storage: Storage,
 def _loaded(
     shape: Shape, who: Machine, prompt: PromptShape, storage: Storage, tier: PlannedTier, rate: float
 ) -> tuple[float, float, str]:
-    """(seconds to the first token, of them waiting for the tier alone if it were the only way, the way taken)."""
+    """(seconds to the first token, of them waiting for the tier alone if it were the only way, the
+    way taken).
+    """
     reused = prompt.reused(storage.block_tokens)
     rest_s = who.prefill_s(shape, reused, prompt.tokens)
     if reused == 0:

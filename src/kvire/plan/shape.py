@@ -1,4 +1,7 @@
-"""What a model keeps: for every token, for every sequence, and for its weights. Exact bytes, FLOPs by formula."""
+"""What a model keeps: for every token, for every sequence, and for its weights.
+
+Exact bytes, FLOPs by formula.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -7,9 +10,11 @@ from kvire.core.dtypes import KV_DTYPES
 from kvire.core.errors import ConfigError
 from kvire.core.spec import KVGroup, KVSpec, LayerKind
 
-# fp8: e4m3 with one scale per tensor, kept with the weights; so nothing per token beyond the numbers themselves.
+# fp8: e4m3 with one scale per tensor, kept with the weights; so nothing per token beyond the
+# numbers themselves.
 KEPT_BYTES = {**{name: dtype.element_bytes for name, dtype in KV_DTYPES.items()}, "fp8": 1}
-# Bytes a weight takes. int4: one float16 scale per 32 (llama.cpp's Q4_0); mxfp4: one 8-bit scale per 32 (OCP MX 1.0).
+# Bytes a weight takes. int4: one float16 scale per 32 (llama.cpp's Q4_0); mxfp4: one 8-bit scale
+# per 32 (OCP MX 1.0).
 WEIGHT_BYTES = {
     "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5625, "mxfp4": 0.53125,
 }  # fmt: skip
@@ -67,7 +72,8 @@ class StateLayers:
 
 @dataclass(frozen=True, slots=True)
 class IndexLayers:
-    """Layers of sparse attention that keep one more key per token, by which they choose what to attend to.
+    """Layers of sparse attention that keep one more key per token, by which they choose what to
+    attend to.
 
     pair_flops: of one query token against one key token, all layers together.
     """
@@ -83,7 +89,10 @@ class IndexLayers:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Layers for speculative decoding (MTP), kept only by engines that use them. field: of the config that says so."""
+    """Layers for speculative decoding (MTP), kept only by engines that use them.
+
+    field: of the config that says so.
+    """
 
     field: str
     layers: int
@@ -123,8 +132,8 @@ class Weights:
         return round(self.dense * WEIGHT_BYTES[dense] + self.experts * WEIGHT_BYTES[experts])
 
     def read_bytes(self, tokens: int, dtype: str | None = None) -> int:
-        """What a step that computes so many tokens reads: of the experts, those that any of them uses, as if each
-        token chose evenly among all.
+        """What a step that computes so many tokens reads: of the experts, those that any of them
+        uses, as if each token chose evenly among all.
         """
         if not self.experts:
             return self.size_bytes(dtype)
@@ -157,7 +166,8 @@ class Shape:
     notes: tuple[str, ...] = ()
 
     def growing_bytes(self, storage: Storage) -> int:
-        """Bytes that one more token of one sequence takes on all ranks together, once every window is full.
+        """Bytes that one more token of one sequence takes on all ranks together, once every window
+        is full.
 
         A block's padding is not in it: that depends on the length (sequence_bytes has it).
         """
@@ -166,15 +176,18 @@ class Shape:
         return storage.tp * (kept + self._index_bytes(storage))
 
     def window_bytes(self, storage: Storage) -> int:
-        """Bytes that the layers with windows keep of a long sequence, on all ranks together, without padding."""
+        """Bytes that the layers with windows keep of a long sequence, on all ranks together,
+        without padding.
+        """
         windows = ((g, g.window) for g in self.groups if g.window is not None)
         return storage.tp * sum(group_bytes(g, window, replace(storage, block_tokens=1)) for g, window in windows)
 
     def stored_bytes(self, storage: Storage) -> int:
-        """Bytes that a store keeps of one more token of one sequence, all ranks together; a block's padding shared out.
+        """Bytes that a store keeps of one more token of one sequence, all ranks together; a block's
+        padding shared out.
 
-        It keeps every block of every layer, also what has left a window: another prompt may part anywhere. Recurrent
-        states are not in it.
+        It keeps every block of every layer, also what has left a window: another prompt may part
+        anywhere. Recurrent states are not in it.
         """
         block = sum(group_bytes(_whole(g), storage.block_tokens, storage) for g in self.groups)
         return storage.tp * (-(-block // storage.block_tokens) + self._index_bytes(storage))
@@ -187,7 +200,9 @@ class Shape:
         )
 
     def sequence_bytes(self, tokens: int, storage: Storage) -> int:
-        """Bytes that one sequence of so many tokens takes on all ranks together, padding included."""
+        """Bytes that one sequence of so many tokens takes on all ranks together,
+        padding included.
+        """
         if tokens <= 0:
             return 0
         rounded = storage.block_tokens * -(-tokens // storage.block_tokens)
@@ -195,27 +210,35 @@ class Shape:
         return storage.tp * kept + self.state_bytes(storage)
 
     def whole_bytes(self, tokens: int, storage: Storage) -> int:
-        """The same as an engine reserves it that keeps every layer's whole context, whatever has left a window."""
+        """The same as an engine reserves it that keeps every layer's whole context, whatever has
+        left a window.
+        """
         return replace(self, groups=tuple(_whole(group) for group in self.groups)).sequence_bytes(tokens, storage)
 
     def _index_bytes(self, storage: Storage) -> int:
         return self.index.bytes_per_token(storage.index_dtype or storage.dtype) if self.index else 0
 
     def linear_flops(self, tokens: int) -> int:
-        """Of the matrix products: two per active parameter and token (Kaplan et al. 2020, section 2.1).
+        """Of the matrix products: two per active parameter and token (Kaplan et al. 2020, section
+        2.1).
 
-        Counts the vocabulary's matrix for every token, as the published figures do; engines need it for the last only.
+        Counts the vocabulary's matrix for every token, as the published figures do; engines need it
+        for the last only.
         """
         return 2 * self.weights.active * tokens
 
     def attention_flops(self, start: int, stop: int) -> int:
-        """Of the tokens from `start` to `stop` against themselves and all before them, as far as windows reach."""
+        """Of the tokens from `start` to `stop` against themselves and all before them, as far as
+        windows reach.
+        """
         pairs = (_pairs(start, stop, limit) for limit in self.attended)
         attention = sum(flops * count for flops, count in zip(self.pair_flops, pairs, strict=True))
         return attention + (self.index.pair_flops * _pairs(start, stop, None) if self.index else 0)
 
     def prefill_flops(self, start: int, stop: int) -> int:
-        """FLOPs to compute the tokens from `start` to `stop`, with the KV of those before at hand."""
+        """FLOPs to compute the tokens from `start` to `stop`, with the KV of those
+        before at hand.
+        """
         return self.linear_flops(stop - start) + self.attention_flops(start, stop)
 
 
@@ -241,7 +264,10 @@ def _whole(group: KVGroup) -> KVGroup:
 
 
 def _share(heads: int, tp: int, what: str) -> int:
-    """Among how many ranks heads are divided; more ranks than heads keep copies. Raises ConfigError if uneven."""
+    """Among how many ranks heads are divided; more ranks than heads keep copies.
+
+    Raises ConfigError if uneven.
+    """
     if heads % tp == 0:
         return tp
     if tp % heads == 0:
@@ -250,7 +276,9 @@ def _share(heads: int, tp: int, what: str) -> int:
 
 
 def _pairs(start: int, stop: int, limit: int | None) -> int:
-    """Pairs of a query at start..stop-1 and a key at or before it, of which each query takes the last `limit`."""
+    """Pairs of a query at start..stop-1 and a key at or before it, of which each query takes the
+    last `limit`.
+    """
 
     def up_to(n: int) -> int:
         whole = n if limit is None else min(n, limit)

@@ -1,4 +1,6 @@
-"""How many users at which context, where KV outgrows the weights, and what each way of using a model adds."""
+"""How many users at which context, where KV outgrows the weights, and what each way of using a
+model adds.
+"""
 
 from dataclasses import dataclass
 
@@ -11,7 +13,10 @@ CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1048576)
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Where weights and KV lie. reserve: the share that neither gets (activations, buffers, fragments)."""
+    """Where weights and KV lie.
+
+    reserve: the share that neither gets (activations, buffers, fragments).
+    """
 
     total_bytes: int
     weights_bytes: int
@@ -33,7 +38,9 @@ def users(shape: Shape, storage: Storage, memory: MemoryUse, context: int) -> in
 
 
 def longest_context(shape: Shape, storage: Storage, memory: MemoryUse, count: int = 1) -> int:
-    """The longest context that so many sequences can have together; 0 if none, at most what the model was made for."""
+    """The longest context that so many sequences can have together; 0 if none, at most what the
+    model was made for.
+    """
     high = shape.context_tokens or CONTEXTS[-1]
     low, each = 0, memory.kv_bytes // count
     while low < high:
@@ -46,7 +53,9 @@ def longest_context(shape: Shape, storage: Storage, memory: MemoryUse, count: in
 
 
 def parity_tokens(shape: Shape, storage: Storage, weights_bytes: int) -> int | None:
-    """The length from which one sequence's KV takes at least as much as the weights; None if it stops growing."""
+    """The length from which one sequence's KV takes at least as much as the weights; None if it
+    stops growing.
+    """
     growing = shape.growing_bytes(storage)
     if growing == 0:
         return None
@@ -61,7 +70,9 @@ def parity_tokens(shape: Shape, storage: Storage, weights_bytes: int) -> int | N
 
 
 def parity_users(shape: Shape, storage: Storage, weights_bytes: int, context: int) -> int:
-    """How many users at that context it takes until their KV is at least as large as the weights."""
+    """How many users at that context it takes until their KV is at least as large as
+    the weights.
+    """
     return -(-weights_bytes // shape.sequence_bytes(context, storage))
 
 
@@ -94,8 +105,9 @@ class ServingUse:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """One direction: what grows, from which to which bytes of KV. shared_bytes: where much of it is the same prefix,
-    what is left once that is kept only once.
+    """One direction: what grows, from which to which bytes of KV.
+
+    shared_bytes: where much of it is the same prefix, what is left once that is kept only once.
     """
 
     direction: str

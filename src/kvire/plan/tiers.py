@@ -56,8 +56,11 @@ def default_tiers() -> list[PlannedTier]:
 
 
 def parse_tier(text: str, measured: Mapping[str, PlannedTier] | None = None) -> PlannedTier:
-    """A tier as --tier says it: NAME, NAME=SIZE, or NAME=SIZE@GBps[,LATENCY][,$USD]. measured: by name, go before
-    presets. Raises ConfigError.
+    """A tier as --tier says it: NAME, NAME=SIZE, or NAME=SIZE@GBps[,LATENCY][,$USD].
+
+    measured: by name, go before presets.
+
+    Raises ConfigError.
     """
     match = re.fullmatch(r"([\w.-]+)(?:=([^@,]*))?(?:@([\d.]+))?((?:,[^,]+)*)", text.strip())
     if match is None:

@@ -92,7 +92,9 @@ def offers(shape: Shape, storage: Storage, who: Machine, tiers: Sequence[Planned
 
 
 def decide(shape: Shape, storage: Storage, who: Machine, tiers: Sequence[PlannedTier], demand: Demand) -> Verdict:
-    """What to buy, and whether that holds if the machine is faster and tiers slower, or the machine slower."""
+    """What to buy, and whether that holds if the machine is faster and tiers slower, or the machine
+    slower.
+    """
     buy, reason = _pick(offers(shape, storage, who, tiers, demand), demand)
     slow, fast = who.span
     halved = [replace(tier, bytes_per_s=tier.bytes_per_s / 2) for tier in tiers]
@@ -127,10 +129,12 @@ def _offer(shape: Shape, storage: Storage, who: Machine, tier: PlannedTier, size
     each = stored_bytes_per_token(shape, storage, demand.prompt.tokens)
     tokens = int(size / each)
     base = demand.curve.hit_rate(demand.device_tokens)
-    # Not the sum: every block is written to every tier, so a tier has what the device has, as far as it reaches.
+    # Not the sum: every block is written to every tier, so a tier has what the device has, as far
+    # as it reaches.
     rate = demand.curve.hit_rate(max(demand.device_tokens, tokens))
     without = mean_ttft_s(shape, storage, who, demand.prompt, base, None)
-    # Where tier and device both have a part, the mean of the two, by their shares: an estimate between bounds.
+    # Where tier and device both have a part, the mean of the two, by their shares: an estimate
+    # between bounds.
     share = (rate - base) / rate if rate else 0.0
     loaded = mean_ttft_s(shape, storage, who, demand.prompt, rate, tier)
     kept = mean_ttft_s(shape, storage, who, demand.prompt, rate, None)
@@ -153,12 +157,16 @@ def _offer(shape: Shape, storage: Storage, who: Machine, tier: PlannedTier, size
 
 
 def kept_bytes_per_token(shape: Shape, storage: Storage, context: int) -> float:
-    """Mean bytes of a token kept on the device, of sequences of that length: windows and states shared out."""
+    """Mean bytes of a token kept on the device, of sequences of that length: windows and states
+    shared out.
+    """
     return shape.sequence_bytes(context, storage) / context
 
 
 def stored_bytes_per_token(shape: Shape, storage: Storage, context: int) -> float:
-    """Mean bytes of a token in a store, of sequences of that length: layers with windows in full, a state for each."""
+    """Mean bytes of a token in a store, of sequences of that length: layers with windows in full, a
+    state for each.
+    """
     return shape.stored_bytes(storage) + shape.state_bytes(storage) / context
 
 

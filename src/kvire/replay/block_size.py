@@ -1,19 +1,23 @@
-"""How many tokens one of a trace's hash_ids stands for: told by lengths and numbers of ids, or not at all."""
+"""How many tokens one of a trace's hash_ids stands for: told by lengths and numbers of ids, or not
+at all.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
 
 from kvire.core.errors import ConfigError
 
-# Sizes that traces have: Bailian's and vLLM's 16, Dynamo's and kv-cache-tester's 64, Mooncake's 512; and the others
-# that engines offer.
+# Sizes that traces have: Bailian's and vLLM's 16, Dynamo's and kv-cache-tester's 64, Mooncake's
+# 512; and the others that engines offer.
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 Prompts = Counter[tuple[int, int]]  # (tokens, ids): how many prompts
 
 
 def block_tokens_of(prompts: Iterable[tuple[int, int]], given: int | None = None) -> int:
-    """The size of blocks of prompts that are (tokens, ids) each. given: by the user or the file.
+    """The size of blocks of prompts that are (tokens, ids) each.
+
+    given: by the user or the file.
 
     Raises ConfigError, which names the option, if nothing tells the size or the given one is wrong.
     """

@@ -1,7 +1,10 @@
-"""Caches of blocks to compare the store's with. Each keeps whole prefixes: a block goes before the one it follows.
+"""Caches of blocks to compare the store's with.
 
-A request's own blocks never make room for one another: what finds no room is not kept, the end of the prompt first.
-Published policies were made for objects that stand alone; what is changed for chains stands with each.
+Each keeps whole prefixes: a block goes before the one it follows.
+
+A request's own blocks never make room for one another: what finds no room is not kept, the end of
+the prompt first. Published policies were made for objects that stand alone; what is changed for
+chains stands with each.
 """
 
 import heapq
@@ -15,7 +18,12 @@ from kvire.store.eviction.policy import EvictionPolicy
 
 
 class ChainCache(ABC):
-    """capacity_blocks: hard limit. Call `look` with a request's blocks, then `use` with what it said."""
+    """A simulated cache of chains of blocks.
+
+    capacity_blocks: hard limit.
+
+    Call `look` with a request's blocks, then `use` with its answer.
+    """
 
     def __init__(self, trace: Trace, capacity_blocks: int) -> None:
         self.parents, self.depths = trace.parents, trace.depths
@@ -37,7 +45,9 @@ class ChainCache(ABC):
         return len(blocks)
 
     def use(self, blocks: Sequence[int], hits: int) -> None:
-        """A request used its first `hits` blocks and computed the rest, which is kept as far as there is room."""
+        """A request used its first `hits` blocks and computed the rest, which is kept as far as
+        there is room.
+        """
         self._turns += 1
         for block in blocks:
             self._turn[block] = self._turns
@@ -60,10 +70,15 @@ class ChainCache(ABC):
 
     @abstractmethod
     def _victim(self) -> int | None:
-        """The block that goes next, no longer queued: one that `_free` allows. None: there is none."""
+        """The block that goes next, no longer queued: one that `_free` allows.
+
+        None: there is none.
+        """
 
     def _free(self, block: int) -> bool:
-        """Whether it may go now: no block here follows it, and the request at hand does not use it."""
+        """Whether it may go now: no block here follows it, and the request at hand does
+        not use it.
+        """
         return not self._children[block] and self._turn[block] != self._turns
 
     def _drop(self, block: int) -> None:
@@ -74,8 +89,8 @@ class ChainCache(ABC):
 
 
 class RankCache(ChainCache):
-    """The store's order over one policy, for blocks that are always used by whole requests: several times as fast as
-    store_tiers.py, and it hits the same (tests/replay).
+    """The store's order over one policy, for blocks that are always used by whole requests: several
+    times as fast as store_tiers.py, and it hits the same (tests/replay).
     """
 
     def __init__(self, trace: Trace, capacity_blocks: int, policy: EvictionPolicy) -> None:
@@ -144,9 +159,11 @@ class TtlCache(RankCache):
 
 
 class S3FifoCache(ChainCache):
-    """S3-FIFO (Yang et al., SOSP 2023): a small queue on trial, a main queue, and a memory of what left the trial.
+    """S3-FIFO (Yang et al., SOSP 2023): a small queue on trial, a main queue, and a memory of what
+    left the trial.
 
-    For chains: a prompt's blocks enter last one first, and a block that others follow goes round once more.
+    For chains: a prompt's blocks enter last one first, and a block that others follow goes round
+    once more.
     """
 
     SMALL_SHARE = 0.1
@@ -198,10 +215,11 @@ class S3FifoCache(ChainCache):
 
 
 class SieveCache(ChainCache):
-    """SIEVE (Zhang et al., NSDI 2024): one queue in order of arrival, and a hand that spares what was used since it
-    came by.
+    """SIEVE (Zhang et al., NSDI 2024): one queue in order of arrival, and a hand that spares what
+    was used since it came by.
 
-    For chains: a prompt's blocks enter last one first, and the hand passes over blocks that others follow.
+    For chains: a prompt's blocks enter last one first, and the hand passes over blocks that others
+    follow.
     """
 
     def __init__(self, trace: Trace, capacity_blocks: int) -> None:

@@ -1,4 +1,6 @@
-"""Reads traces: JSONL with hash_ids (Mooncake's, Bailian's, Dynamo's), sessions of kv-cache-tester, and our own JSONL.
+"""Reads traces: JSONL with hash_ids (Mooncake's, Bailian's, Dynamo's), sessions of kv-cache-tester,
+and our own JSONL.
+
 The content says which it is, and as far as it can how large blocks are and what times are in.
 """
 
@@ -26,7 +28,8 @@ class _Raw(NamedTuple):
     """A request as a file has it.
 
     place: where it stands.
-    time: when it came; delay: how long after the request before it in its session; None where the file does not say.
+    time: when it came.
+    delay: how long after the request before it in its session; None where the file does not say.
     ids: its blocks, unique within `scope`.
     block_tokens: None where the file does not say.
     """
@@ -68,8 +71,12 @@ def read_trace(
 ) -> Trace:
     """The trace in a file, or in a folder of sessions, merged by time.
 
-    block_tokens: of each of its hash_ids, where the file does not tell. time_unit: of TIME_UNITS, likewise. Lines that
-    are no request are skipped and told in Trace.skipped. Raises ConfigError for what is no trace at all.
+    block_tokens: of each of its hash_ids, where the file does not tell.
+    time_unit: one of TIME_UNITS, likewise.
+
+    Lines that are no request are skipped and counted in Trace.skipped.
+
+    Raises ConfigError for what is no trace at all.
     """
     if time_unit not in (None, *TIME_UNITS):
         raise ConfigError(f"--time-unit is s or ms, got {time_unit}")
@@ -202,7 +209,10 @@ def _session_requests(path: Path, session: Mapping[str, Any], skipped: _Told) ->
 
 
 class _HashIds:
-    """Lines with hash_ids. Bailian's name a chat and the one that it goes on from, others at most a session."""
+    """Lines with hash_ids.
+
+    Bailian's name a chat and the one that it goes on from, others at most a session.
+    """
 
     def __init__(self) -> None:
         self.chats: dict[Any, str] = {}  # the first of each conversation
@@ -274,7 +284,9 @@ def _count(entry: Mapping[str, Any], name: str, least: int) -> int:
 
 
 def _timed(trace: Trace, raw: list[_Raw], unit: str | None, skipped: _Told) -> list[tuple[float, _Raw]]:
-    """Requests with their times in seconds, in the order of the file; notes what was taken as what."""
+    """Requests with their times in seconds, in the order of the file; notes what was
+    taken as what.
+    """
     trace.is_timed = any(request.time is not None or request.delay is not None for request in raw)
     if not trace.is_timed:
         trace.notes.append("no times in the trace: requests in its order, and no policy can look at the clock")

@@ -1,11 +1,13 @@
 """The most that any cache of a size could hit, knowing the future.
 
-Belady's rule (1966) with the choice not to keep a block: when there is no room, the block whose next hit is farthest
-away goes. A block's parent is hit whenever the block is, so among equals the deeper one goes and prefixes stay whole:
-the rule needs no change for chains. It maximises the number of hits, and so of tokens while every hit is worth the
-same. The last block of a prompt may be worth less: it is partly filled, or the token that is always computed is in it.
-Such hits are left out of the rule and added in full, as if they cost no room. So the result is a ceiling: no policy is
-above it, and it is above the best possible by no more than those tokens (0.0002 of the Mooncake conversation trace's).
+Belady's rule (1966) with the choice not to keep a block: when there is no room, the block whose
+next hit is farthest away goes. A block's parent is hit whenever the block is, so among equals the
+deeper one goes and prefixes stay whole: the rule needs no change for chains. It maximises the
+number of hits, and so of tokens while every hit is worth the same. The last block of a prompt may
+be worth less: it is partly filled, or the token that is always computed is in it. Such hits are
+left out of the rule and added in full, as if they cost no room. So the result is a ceiling: no
+policy is above it, and it is above the best possible by no more than those tokens (0.0002 of the
+Mooncake conversation trace's).
 """
 
 import heapq
@@ -17,7 +19,10 @@ NEVER = 1 << 60
 
 
 def ceiling_tokens(trace: Trace, capacity_blocks: int, report: Callable[[int], None] = lambda _: None) -> int:
-    """Tokens that a cache of this size hits at most. report: called with the number of requests done so far."""
+    """Tokens that a cache of this size hits at most.
+
+    report: called with the number of requests done so far.
+    """
     following = _next_hits(trace)
     held = bytearray(len(trace.parents))
     due = [0] * len(trace.parents)
@@ -50,7 +55,9 @@ def _whole(trace: Trace, input_tokens: int, blocks: int) -> int:
 
 
 def _next_hits(trace: Trace) -> list[list[int]]:
-    """For each request and block, the next request in which a hit of the block is worth a whole block."""
+    """For each request and block, the next request in which a hit of the block is worth a whole
+    block.
+    """
     coming = [NEVER] * len(trace.parents)
     following: list[list[int]] = [[] for _ in trace.requests]
     for number in range(len(trace.requests) - 1, -1, -1):

@@ -1,4 +1,7 @@
-"""Policies by name. A policy is a function from a trace and a capacity in blocks to what it hits."""
+"""Policies by name.
+
+A policy is a function from a trace and a capacity in blocks to what it hits.
+"""
 
 from collections.abc import Callable
 
@@ -50,7 +53,10 @@ TTL = "ttl="
 
 
 def policy_named(name: str) -> Policy:
-    """Of POLICIES, or "ttl=SECONDS": lru whose blocks go so long after their last use. Raises ConfigError."""
+    """Of POLICIES, or "ttl=SECONDS": lru whose blocks go so long after their last use.
+
+    Raises ConfigError.
+    """
     if name in POLICIES:
         return POLICIES[name][1]
     if name.startswith(TTL):

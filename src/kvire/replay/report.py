@@ -18,7 +18,10 @@ StageReport = Callable[[str, int, int], None]  # stage, done, total
 
 @dataclass(frozen=True, slots=True)
 class CapacitySize:
-    """A capacity. bytes: None if nobody said how many one token takes."""
+    """A capacity.
+
+    bytes: None if nobody said how many one token takes.
+    """
 
     tokens: int
     bytes: int | None = None
@@ -26,8 +29,11 @@ class CapacitySize:
 
 @dataclass(frozen=True, slots=True)
 class TokenKV:
-    """bytes_per_token: what a store keeps of one. model, kv_dtype: whose, and kept as what; None where only the number
-    was given. state_bytes_per_sequence: of recurrent layers, which belong to no token and are in no size.
+    """What a token's KV takes in a store.
+
+    bytes_per_token: in the store.
+    model, kv_dtype: of the KV; None where only the number was given.
+    state_bytes_per_sequence: of recurrent layers, which belong to no token and are in no size.
     """
 
     bytes_per_token: int
@@ -38,7 +44,10 @@ class TokenKV:
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """A tier of the store. name: memory, or disk."""
+    """A tier of the store.
+
+    name: memory, or disk.
+    """
 
     name: str
     size: CapacitySize
@@ -52,7 +61,10 @@ def build(
     spread: bool,
     report: StageReport = lambda *_: None,
 ) -> dict[str, Any]:
-    """Curves of the policies over the sizes. Raises ConfigError for a policy that does not exist."""
+    """Curves of the policies over the sizes.
+
+    Raises ConfigError for a policy that does not exist.
+    """
     chosen = [(name, policy_named(name)) for name in policies]
     values = _head(trace, spread=spread)
     for name, policy in chosen:

@@ -1,4 +1,7 @@
-"""Runs a trace through caches and counts what it hits. The report's schema is kvire.replay/1 (docs/replay.md)."""
+"""Runs a trace through caches and counts what it hits.
+
+The report's schema is kvire.replay/1 (docs/replay.md).
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +15,11 @@ Progress = Callable[[int], None]  # requests done so far
 
 @dataclass(slots=True)
 class Hits:
-    """What a run hit. requests: that hit at least one block. by_tier: tokens, fastest tier first."""
+    """What a run hit.
+
+    requests: that hit at least one block.
+    by_tier: tokens, fastest tier first.
+    """
 
     tokens: int = 0
     requests: int = 0
@@ -45,7 +52,9 @@ def run(trace: Trace, cache: ChainCache, progress: Progress = lambda _: None) ->
 
 
 def run_store(trace: Trace, store: StoreTiers, progress: Progress = lambda _: None) -> Hits:
-    """The store's own tiers, with a split by tier: each block counts for the fastest tier that had it."""
+    """The store's own tiers, with a split by tier: each block counts for the fastest tier that had
+    it.
+    """
     hits = Hits(by_tier=[0] * len(store.tiers))
     for number, request in enumerate(trace.requests):
         found = store.look(request.blocks)

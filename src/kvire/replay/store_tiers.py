@@ -1,8 +1,10 @@
-"""The store's own tiers without bytes: every tier runs store/eviction, whose choices the real tiers make on any trace.
+"""The store's own tiers without bytes: every tier runs store/eviction, whose choices the real tiers
+make on any trace.
 
-As in the store: a request reads each block from the fastest tier that has it, and that copies it into the faster
-ones; what it computed is written to every tier, in order; when it ends, all its blocks count as used in every tier.
-tests/replay drives the real tiers beside these and compares every hit.
+As in the store: a request reads each block from the fastest tier that has it, and that copies it
+into the faster ones; what it computed is written to every tier, in order; when it ends, all its
+blocks count as used in every tier. tests/replay drives the real tiers beside these and compares
+every hit.
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,10 @@ class StoreTier:
     """One tier. Blocks of a trace are of one size: capacity is counted in blocks."""
 
     def __init__(self, trace: Trace, capacity_blocks: int, policy: EvictionPolicy | None = None) -> None:
-        """policy: LRU by default."""
+        """Over one tier of `capacity_blocks`.
+
+        policy: LRU by default.
+        """
         self.capacity_blocks = capacity_blocks
         self._trace = trace
         self._order: EvictionOrder[Candidate] = EvictionOrder(policy)

@@ -7,8 +7,11 @@ from itertools import groupby
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One prompt. blocks: numbers in Trace.parents, first to last; the last may be partly filled, and tokens behind it
-    have no block. session: whose it is, "" if unknown.
+    """One prompt.
+
+    blocks: numbers in Trace.parents, first to last; the last may be partly filled, and tokens
+        behind it have no block.
+    session: whose it is, "" if unknown.
     """
 
     time_s: float
@@ -20,10 +23,13 @@ class TraceRequest:
 
 @dataclass(slots=True)
 class Trace:
-    """Requests by time. A block is its content and everything before it: the same id below another parent is another
+    """Requests by time.
+
+    A block is its content and everything before it: the same id below another parent is another
     block.
 
-    parents: of each block, -1 for a first one; depths: its place in its chain, from 0.
+    parents: of each block, -1 for a first one;
+    depths: its place in its chain, from 0.
     skipped: lines that could not be read, with the reason.
     notes: what was taken as something, or limits what can be hit.
     is_timed: whether it says when requests came; else they are in its order, all at once.
@@ -55,11 +61,15 @@ class Trace:
         return self.requests[-1].time_s - self.requests[0].time_s if self.requests else 0.0
 
     def hit_tokens(self, request: TraceRequest, blocks: int) -> int:
-        """Tokens that need no computing if the first so many blocks are there: at least one always is computed."""
+        """Tokens that need no computing if the first so many blocks are there: at least one always
+        is computed.
+        """
         return min(blocks * self.block_tokens, request.input_tokens - 1)
 
     def append(self, chain: list[int], numbers: dict[Hashable, int], key: Hashable) -> None:
-        """Go on with a chain: the block that `key` names in `numbers`, a new one if it is not there."""
+        """Go on with a chain: the block that `key` names in `numbers`, a new one if it is not
+        there.
+        """
         if (number := numbers.get(key)) is None:
             number = numbers[key] = len(self.parents)
             self.parents.append(chain[-1] if chain else -1)
@@ -71,7 +81,9 @@ class Trace:
         return replace(self, requests=list(requests))
 
     def halves(self) -> tuple["Trace", "Trace"]:
-        """Every second session, or where sessions are unknown the first and the second half of the requests."""
+        """Every second session, or where sessions are unknown the first and the second half of the
+        requests.
+        """
         names = list(dict.fromkeys(request.session for request in self.requests))
         if len(names) > 1:
             first = set(names[::2])
@@ -83,13 +95,17 @@ class Trace:
         return self.part(self.requests[:middle]), self.part(self.requests[middle:])
 
     def spread(self) -> "Trace":
-        """Requests of one time stamp, spread evenly until the next: their order stays, only times change."""
+        """Requests of one time stamp, spread evenly until the next: their order stays, only times
+        change.
+        """
         groups = [list(group) for _, group in groupby(self.requests, key=lambda request: request.time_s)]
         ends = [group[0].time_s for group in groups[1:]] + [groups[-1][0].time_s if groups else 0.0]
         return self.part([r for group, end in zip(groups, ends, strict=True) for r in _spread(group, end)])
 
     def coarse(self, factor: int) -> "Trace":
-        """Blocks of `factor` times as many tokens; what fills none at a prompt's end is left out."""
+        """Blocks of `factor` times as many tokens; what fills none at a prompt's end is
+        left out.
+        """
         numbers: dict[Hashable, int] = {}
         coarse = replace(self, block_tokens=self.block_tokens * factor, requests=[], parents=[], depths=[])
         for request in self.requests:

@@ -1,6 +1,7 @@
 """Charts as SVG, drawn with matplotlib: text stays text, and colours suit light and dark pages.
 
-Axes and labels take the colour of the text around them (`currentColor`); series colours are mid-tones.
+Axes and labels take the colour of the text around them (`currentColor`); series colours are
+mid-tones.
 """
 
 import re
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours without black and yellow: told apart by colour-blind readers, and on white as on black.
+# Okabe and Ito's colours without black and yellow: told apart by colour-blind readers, and on white
+# as on black.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 INK = "#717a83"  # axes and text; replaced by currentColor inside a page
@@ -30,8 +32,9 @@ PAPER = "#ffffff"
 class Series:
     """One line, or one colour of bars.
 
-    x: numbers for lines; bars have `categories` instead. y: the values; None leaves a gap. low, high: ends of the
-    interval of each value, or empty.
+    x: numbers for lines; bars have `categories` instead.
+    y: the values; None leaves a gap.
+    low, high: ends of the interval of each value, or empty.
     """
 
     label: str
@@ -43,7 +46,12 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """title: also for screen readers. description: what the chart shows, in a sentence. x, y: with units."""
+    """Texts of a chart.
+
+    title: also for screen readers.
+    description: what the chart shows, in a sentence.
+    x, y: with units.
+    """
 
     title: str
     description: str
@@ -59,14 +67,19 @@ def lines(
     log_y: bool = False,
     levels: Sequence[tuple[str, float]] = (),
 ) -> str:
-    """An SVG element: y over x, intervals as bands. levels: (label, y) of dashed lines across, such as a limit."""
+    """An SVG element: y over x, intervals as bands.
+
+    levels: (label, y) of dashed lines across, such as a limit.
+    """
     return _svg(draw_lines(series, labels, log_x=log_x, log_y=log_y, levels=levels), labels)
 
 
 def bars(
     categories: Sequence[str], series: Sequence[Series], labels: Labels, *, log_y: bool = False, stacked: bool = False
 ) -> str:
-    """An SVG element: a group of bars for each category, with whiskers where there are intervals, or stacked."""
+    """An SVG element: a group of bars for each category, with whiskers where there are intervals,
+    or stacked.
+    """
     return _svg(draw_bars(categories, series, labels, log_y=log_y, stacked=stacked), labels)
 
 
@@ -156,7 +169,9 @@ def _whiskers(axes: "Axes", places: Sequence[float], one: Series) -> None:
 
 @contextmanager
 def _figure(labels: Labels) -> "Iterator[tuple[Figure, Axes]]":
-    """A figure of its own, without pyplot's global state; drawn in our style, on a transparent ground."""
+    """A figure of its own, without pyplot's global state; drawn in our style, on a transparent
+    ground.
+    """
     from matplotlib import rc_context  # noqa: PLC0415  (half a second that pages without charts need not spend)
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -178,7 +193,8 @@ def _svg(figure: "Figure", labels: Labels, style: str = "") -> str:
     from matplotlib import rc_context  # noqa: PLC0415
 
     out = StringIO()
-    # The salt makes ids the same in every run, and different from those of another chart in the page.
+    # The salt makes ids the same in every run, and different from those of another chart in the
+    # page.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": labels.title + labels.description}):
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = out.getvalue()
@@ -196,7 +212,9 @@ def _legend(figure: "Figure", entries: int) -> None:
 
 
 def _plain(text: str) -> str:
-    """What shows this text: matplotlib takes dollars for mathematics and hides labels that begin with an underscore."""
+    """What shows this text: matplotlib takes dollars for mathematics and hides labels that begin
+    with an underscore.
+    """
     return ("\u200b" if text.startswith("_") else "") + text.replace("$", r"\$")
 
 

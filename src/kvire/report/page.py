@@ -1,4 +1,6 @@
-"""A report as one HTML file: no network, no script, readable on a phone and on paper, light and dark."""
+"""A report as one HTML file: no network, no script, readable on a phone and on paper, light and
+dark.
+"""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -14,10 +16,13 @@ TableCell = str | int | float | None
 class Page:
     """Sections from top to bottom, in the order they are added; each call returns the page.
 
-    title: of the file and the first heading. lead: one or two sentences that say what was found. All texts are plain:
-    what looks like HTML in them is shown as it is.
+    title: of the file and the first heading.
+    lead: one or two sentences with the finding.
 
-        page = Page("KV cache", "Warm answers start 9.1 times sooner.").table(["state", "TTFT s"], [["E", 3.1]])
+    All texts are plain: HTML in them is shown as it is.
+
+        page = Page("KV cache", "Warm answers start 9.1 times sooner.")
+        page.table(["state", "TTFT s"], [["E", 3.1]])
         page.write(Path("report.html"))
     """
 
@@ -41,7 +46,9 @@ class Page:
         return self._add(f'<p class="note">{escape(text)}</p>')
 
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[TableCell]], caption: str = "") -> Self:
-        """Numbers stand right, in figures of one width; None is shown as a dash. Wide tables scroll in their box.
+        """Numbers stand right, in figures of one width; None is shown as a dash.
+
+        Wide tables scroll in their box.
 
         Floats are shown as they are by format `g` with four digits; pass text for anything else.
         """

@@ -1,4 +1,6 @@
-"""The prompts of one HTTP request in the engine: submitted together, merged, and cancelled when left."""
+"""The prompts of one HTTP request in the engine: submitted together, merged, and cancelled when
+left.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -51,7 +53,10 @@ class Answers:
         self._abort()
 
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
-        """(index of the prompt, output), as they come. Raises GenerationError, EngineClosedError."""
+        """(index of the prompt, output), as they come.
+
+        Raises GenerationError, EngineClosedError.
+        """
         assert self._route is not None, "enter first"
         index = {request.request_id: i for i, request in enumerate(self.requests)}
         unfinished = sum(request.params.n for request in self.requests)
@@ -88,7 +93,10 @@ def _without_logprobs(output: Output) -> Output:
 
 
 def usage(results: Sequence[Result]) -> dict[str, Any]:
-    """The usage object. A prompt counts once, however many answers it got; cached_tokens is never null."""
+    """The usage object.
+
+    A prompt counts once, however many answers it got; cached_tokens is never null.
+    """
     prompt = sum(result.usage.prompt_tokens for result in results)
     answer = sum(result.usage.completion_tokens for result in results)
     cached = sum(result.usage.cached_tokens for result in results)

@@ -23,7 +23,9 @@ router = APIRouter()
 def create_app(
     client: EngineClient, model_name: str, options: ServerOptions | None = None, sessions: Sessions | None = None
 ) -> FastAPI:
-    """An app over a started engine; the engine stays the caller's to close. model_name: if options name none.
+    """An app over a started engine; the engine stays the caller's to close.
+
+    model_name: if options name none.
 
     sessions: where chats are kept whose clients ask for it; None where they cannot be.
     """

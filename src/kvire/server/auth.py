@@ -15,7 +15,10 @@ OPEN_PATHS = frozenset({"/health"})  # for load balancers and supervisors, which
 
 
 class ApiKeys:
-    """The accepted keys. Only digests are kept and compared, in constant time, every one of them."""
+    """The accepted keys.
+
+    Only digests are kept and compared, in constant time, every one of them.
+    """
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode("utf-8")) for key in keys]
@@ -37,9 +40,10 @@ class ApiKeys:
 class Doorkeeper:
     """Turns away whoever may not come in, before anything of the request is read.
 
-    With keys, every path but /health asks for one (/metrics too: it tells how busy others are). Without
-    keys the server listens on loopback only; then a web page in this machine's browser must not reach
-    it either, so that Host and Origin have to name this machine (DNS rebinding, cross-site requests).
+    With keys, every path but /health asks for one (/metrics too: it tells how busy others are).
+    Without keys the server listens on loopback only; then a web page in this machine's browser must
+    not reach it either, so that Host and Origin have to name this machine (DNS rebinding,
+    cross-site requests).
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
@@ -92,7 +96,9 @@ def _digest(key: bytes) -> bytes:
 
 
 def _host_name(host: bytes) -> str:
-    """The name in a Host header: without port and brackets, lower case; a missing one is this machine's."""
+    """The name in a Host header: without port and brackets, lower case; a missing one is this
+    machine's.
+    """
     return _name_of("//" + host.decode("latin-1")) if host else "localhost"
 
 

@@ -61,7 +61,11 @@ def _call_and_messages(body: dict[str, Any]) -> tuple[ChatRequest, list[dict[str
 
 
 class ChatReply(Reply):
-    """Choices with messages. tools: those that the model is told of. turn: of the session, if the request has one."""
+    """Choices with messages.
+
+    tools: those that the model is told of.
+    turn: of the session, if the request has one.
+    """
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -118,7 +122,9 @@ class ChatReply(Reply):
         }
 
     def extra(self) -> dict[str, Any]:
-        """The session; and tool calls that max_tokens cut off: no content and no call, but not lost either."""
+        """The session; and tool calls that max_tokens cut off: no content and no call, but not lost
+        either.
+        """
         withheld = {i: answer.withheld for i, answer in sorted(self._answers.items()) if answer.withheld}
         session = {"session": self._turn.report()} if self._turn is not None else {}
         return session | ({"cut_off_tool_calls": withheld} if withheld else {})
@@ -140,7 +146,10 @@ class ChatReply(Reply):
 
 
 class ChatAnswer:
-    """One choice in the making. parallel: whether more than one tool call is wanted."""
+    """One choice in the making.
+
+    parallel: whether more than one tool call is wanted.
+    """
 
     def __init__(self, form: ToolFormat | None, text: ToolText | None, *, parallel: bool) -> None:
         self.withheld = ""

@@ -1,4 +1,6 @@
-"""Errors as the OpenAI API words them: {"error": {message, type, param, code}}, whatever went wrong."""
+"""Errors as the OpenAI API words them: {"error": {message, type, param, code}}, whatever went
+wrong.
+"""
 
 import logging
 import traceback
@@ -20,7 +22,11 @@ MAX_MESSAGE_CHARS = 400  # some messages repeat a number, and a number may have 
 
 
 class ApiError(KvireError):
-    """An answer other than 200. param: the field at fault. code: a word for programs."""
+    """An answer other than 200.
+
+    param: the field at fault.
+    code: a word for programs.
+    """
 
     def __init__(
         self,

@@ -27,8 +27,8 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 def json_pieces(value: Any) -> Iterator[str]:
-    """The text of json_text in pieces that are short to make, so that other threads come to run between them: the
-    parser and writer of Python's json hold them up to the end.
+    """The text of json_text in pieces that are short to make, so that other threads come to run
+    between them: the parser and writer of Python's json hold them up to the end.
     """
     if isinstance(value, JsonText):
         yield value

@@ -57,7 +57,11 @@ _SURROGATE = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 
 
 class BodyReader:
-    """Reads request bodies. max_body_bytes: of one. timeout_s: from its first byte to its last."""
+    """Reads request bodies.
+
+    max_body_bytes: of one.
+    timeout_s: from its first byte to its last.
+    """
 
     def __init__(self, max_body_bytes: int, timeout_s: float, workers: TokeniserThreads) -> None:
         self.max_body_bytes = max_body_bytes
@@ -105,7 +109,10 @@ class BodyReader:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """A JSON object, bounded in depth and size; no NaN, no infinity, valid Unicode. Raises ApiError 400."""
+    """A JSON object, bounded in depth and size; no NaN, no infinity, valid Unicode.
+
+    Raises ApiError 400.
+    """
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -136,8 +143,10 @@ def json_depth(value: Any) -> int:
 
 
 def check_structure(texts: Iterable[bytes]) -> None:
-    """Count, of all texts together, and depth of what the parser would build, seen on the bytes: strings cut out,
-    brackets left. Raises ApiError 400.
+    """Count, of all texts together, and depth of what the parser would build, seen on the bytes:
+    strings cut out, brackets left.
+
+    Raises ApiError 400.
     """
     quotes = containers = values = 0
     for text in texts:

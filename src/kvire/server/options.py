@@ -16,8 +16,9 @@ class ServerOptions:
     api_keys: any of them is let in; without one, only this machine is answered.
     served_name: the model's name in the API, by default the one it was loaded by.
     request_timeout_s: a request that takes longer ends with an error, and its blocks are free.
-    header_timeout_s, body_timeout_s: how slowly a client may send.
-    send_timeout_s: how slowly it may read. Of its answer it takes 256 KiB or all that is left in this time, or is cut.
+    header_timeout_s, body_timeout_s: for a request's head and its body.
+    send_timeout_s: for 256 KiB of an answer, or all that is left; a client that reads more slowly
+        is cut off.
     keep_alive_s: how long a connection may idle between requests.
     shutdown_s: how long answers in flight may still take after Ctrl-C.
     max_body_bytes: of one request.

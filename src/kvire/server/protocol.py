@@ -1,5 +1,5 @@
-"""HTTP connections: uvicorn's, with bounds on their number and on how slowly a client sends heads and reads answers,
-and errors as JSON.
+"""HTTP connections: uvicorn's, with bounds on their number and on how slowly a client sends heads
+and reads answers, and errors as JSON.
 """
 
 import asyncio
@@ -12,13 +12,15 @@ from kvire.server.errors import ApiError
 from kvire.server.json_text import json_text
 
 MAX_HEADER_BYTES = 32 * 1024
-# Of an answer, that a client takes in send_timeout_s at least, or all that is left: 4 KiB/s at the default.
+# Of an answer, that a client takes in send_timeout_s at least, or all that is left: 4 KiB/s at the
+# default.
 MIN_TAKEN_BYTES = 256 * 1024
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection that sends no complete request head within header_timeout_s is closed, and so is one that takes
-    nearly nothing of its answer in send_timeout_s, wherever it is: between requests and when closing, too.
+    """A connection that sends no complete request head within header_timeout_s is closed, and so is
+    one that takes nearly nothing of its answer in send_timeout_s, wherever it is: between requests
+    and when closing, too.
     """
 
     header_timeout_s = 10.0
@@ -36,8 +38,8 @@ class BoundedProtocol(H11Protocol):
         if len(self.connections) > self.max_connections:
             transport.abort()
             return
-        # pause_writing then comes for any unsent byte; by default a connection with less than 64 KiB of them would
-        # stay for ever when it is closed, since closing waits until all is sent.
+        # pause_writing then comes for any unsent byte; by default a connection with less than 64
+        # KiB of them would stay for ever when it is closed, since closing waits until all is sent.
         transport.set_write_buffer_limits(high=0)
         self._wait_for_head()
 

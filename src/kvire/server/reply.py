@@ -19,7 +19,11 @@ MERGED_PIECES = 256  # an answer's tokens are held as one piece each until there
 
 
 class Reply(ABC):
-    """Turns outputs into choices. prefix: of the id. whole, chunk: names of the two shapes."""
+    """Turns outputs into choices.
+
+    prefix: of the id.
+    whole, chunk: names of the two shapes.
+    """
 
     prefix: str
     whole: str
@@ -32,7 +36,9 @@ class Reply(ABC):
 
     @abstractmethod
     async def take(self, prompt: int, output: Output) -> list[ReplyChoice]:
-        """Pieces of choices that an output adds, as a chunk shows them; the last has a finish_reason."""
+        """Pieces of choices that an output adds, as a chunk shows them; the last has a
+        finish_reason.
+        """
 
     @abstractmethod
     def merge(self, pieces: list[ReplyChoice]) -> ReplyChoice:
@@ -51,7 +57,10 @@ class Reply(ABC):
         return {**self._head(self.whole), "choices": choices, "usage": usage(results), "kvire": self._kvire(results)}
 
     def event(self, choices: list[ReplyChoice], *, with_usage: bool) -> dict[str, Any]:
-        """A chunk of a stream. with_usage: null now, to be told in the last one."""
+        """A chunk of a stream.
+
+        with_usage: null now, to be told in the last one.
+        """
         return {**self._head(self.chunk), "choices": choices, **({"usage": None} if with_usage else {})}
 
     def last_event(self, results: Sequence[Result], choices: list[ReplyChoice], *, with_usage: bool) -> dict[str, Any]:
@@ -100,7 +109,9 @@ def merged_logprobs(pieces: list[ReplyChoice]) -> dict[str, list[Any]] | None:
 
 
 async def _packed(piece: ReplyChoice) -> ReplyChoice:
-    """The piece with its log-probabilities as the text that they become, which takes much less memory."""
+    """The piece with its log-probabilities as the text that they become, which takes much less
+    memory.
+    """
     logprobs = piece["logprobs"]
     if logprobs is None:
         return piece

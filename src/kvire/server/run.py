@@ -35,10 +35,14 @@ def serve(
 ) -> None:
     """Load a model and answer until Ctrl-C or SIGTERM.
 
-    progress: hears how far loading is. say: takes a line for people, by default to stderr. store: where blocks are
-    kept below the pool. engine_options: fields of EngineConfig. Without keys in the options, KVIRE_API_KEY may hold
-    some, comma-separated. Raises ConfigError (also if the port is taken, before anything is loaded),
-    ModelNotFoundError, UnsupportedModelError or StoreError.
+    progress: hears how far loading is.
+    say: takes a line for people, by default to stderr.
+    store: where blocks are kept below the pool.
+    engine_options: fields of EngineConfig.
+
+    Without keys in the options, KVIRE_API_KEY may hold some, comma-separated.
+    Raises ConfigError (also if the port is taken, before anything is loaded), ModelNotFoundError,
+    UnsupportedModelError or StoreError.
     """
     options, say = with_environment(options or ServerOptions(), os.environ), say or _to_stderr
     with bind(options) as listener, LLM(model, progress=progress, store=store, **engine_options) as llm:

@@ -1,7 +1,8 @@
-"""Fields of requests: types and counts, checked strictly before any work; ranges are SamplingParams'.
+"""Fields of requests: types and counts, checked strictly before any work; ranges are
+SamplingParams'.
 
-A field that is null counts as not given. One that OpenAI knows and Kvire cannot honour is refused by
-name, since ignoring it would answer another question; so is one that nobody knows.
+A field that is null counts as not given. One that OpenAI knows and Kvire cannot honour is refused
+by name, since ignoring it would answer another question; so is one that nobody knows.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -120,7 +121,10 @@ class _Record(BaseModel):
 
 
 class FunctionCall(_Record):
-    """arguments: JSON, as the model wrote it."""
+    """One call of a function.
+
+    arguments: JSON, as the model wrote it.
+    """
 
     name: Annotated[str, Field(max_length=MAX_NAME_CHARS)]
     arguments: str
@@ -151,7 +155,10 @@ class ChatMessage(_Record):
 
 
 class StreamOptions(_Record):
-    """include_usage: one more chunk at the end, with the tokens counted."""
+    """Options of a streamed answer.
+
+    include_usage: one more chunk at the end, with the tokens counted.
+    """
 
     include_usage: bool = False
 
@@ -159,8 +166,9 @@ class StreamOptions(_Record):
 class SamplingFields(_Record):
     """What chats and completions share.
 
-    cache_salt: share KV only with requests that send the same. store: whether what is computed may be kept outside
-    the engine; what is kept is used all the same.
+    cache_salt: share KV only with requests that send the same.
+    store: whether what is computed may be kept outside the engine; what is kept is used all the
+        same.
     """
 
     model: str | None = None
@@ -202,7 +210,8 @@ class SamplingFields(_Record):
 class ChatRequest(SamplingFields):
     """Body of /v1/chat/completions.
 
-    session: name of a chat that the server keeps; messages are then only the new ones (server/sessions.py).
+    session: name of a chat that the server keeps; messages are then only the new ones
+        (server/sessions.py).
     """
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True), BeforeValidator(_messages)]
@@ -270,7 +279,10 @@ R = TypeVar("R", bound=SamplingFields)
 
 
 def parse(schema: type[R], body: dict[str, Any]) -> R:
-    """The checked request. Raises ApiError 400, which names the field and never repeats its value."""
+    """The checked request.
+
+    Raises ApiError 400, which names the field and never repeats its value.
+    """
     given = {name: value for name, value in body.items() if value is not None}
     for name in list(given):
         if name not in schema.model_fields:

@@ -25,13 +25,17 @@ from kvire.sessions.folder import Sessions
 
 TOKENISING_THREADS = 2
 MAX_LOGPROBS_TOGETHER = 524_288  # of one answer: about 40 MB of JSON
-# Text of more characters than this per token of context cannot fit, unless it is mostly white space.
-# Ordinary text has 3 to 5; tokenising the difference would be work for nothing.
+# Text of more characters than this per token of context cannot fit, unless it is mostly white
+# space. Ordinary text has 3 to 5; tokenising the difference would be work for nothing.
 MAX_CHARS_PER_TOKEN = 32
 
 
 class Service:
-    """One model behind one address. client: started. sessions: None for a server that keeps none."""
+    """One model behind one address.
+
+    client: started.
+    sessions: None for a server that keeps none.
+    """
 
     def __init__(
         self, client: EngineClient, model_name: str, options: ServerOptions, sessions: Sessions | None = None
@@ -48,8 +52,8 @@ class Service:
         self.template = chat_template(self.tokenizer)
         self.created = int(time.time())
         self.fingerprint = "kvire-" + client.engine.namespace.root.hex()[:16]
-        # The first call settles the tokenizer's truncation and padding. Later, with threads decoding
-        # beside it, changing them would fail in whichever thread came second.
+        # The first call settles the tokenizer's truncation and padding. Later, with threads
+        # decoding beside it, changing them would fail in whichever thread came second.
         self.tokenizer("", add_special_tokens=False)
 
     @property

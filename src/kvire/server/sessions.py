@@ -1,4 +1,5 @@
-"""Chats that the server keeps: a request brings the new messages only, and the history is put before them.
+"""Chats that the server keeps: a request brings the new messages only, and the history is put
+before them.
 
 A session belongs to the key's holder (the tenant); nobody else can see, continue or remove it.
 """
@@ -30,7 +31,10 @@ router = APIRouter()
 
 
 class SessionResponse(Response):
-    """Answers while it holds the session, so that requests continue it one at a time. answer: makes the response."""
+    """Answers while it holds the session, so that requests continue it one at a time.
+
+    answer: makes the response.
+    """
 
     def __init__(self, service: Service, tenant: str, name: str, answer: Callable[[], Awaitable[Response]]) -> None:
         super().__init__()
@@ -51,7 +55,10 @@ class SessionResponse(Response):
 
 
 class Turn:
-    """What one request adds to a session. messages: the history and the new ones, without the answer."""
+    """What one request adds to a session.
+
+    messages: the history and the new ones, without the answer.
+    """
 
     def __init__(self, service: Service, sessions: Sessions, tenant: str, session: Session, new: Sequence[Any]) -> None:
         self.messages: list[dict[str, Any]] = [*session.messages, *new]
@@ -78,7 +85,10 @@ class Turn:
         return self._prompt.token_ids
 
     async def keep(self, answer: dict[str, Any], token_ids: Sequence[int]) -> None:
-        """The answer is complete: it joins the session, durably. Raises ApiError, 409 if others continued it."""
+        """The answer is complete: it joins the session, durably.
+
+        Raises ApiError, 409 if others continued it.
+        """
         changed = replace(
             self._session,
             messages=(*self.messages, answer),
@@ -109,7 +119,9 @@ async def list_sessions(request: Request) -> Response:
 
 @router.delete("/v1/sessions/{name}", response_model=None)
 async def delete_session(request: Request, name: str) -> Response:
-    """Remove one of the caller's sessions; what was computed for it goes when its room is needed."""
+    """Remove one of the caller's sessions; what was computed for it goes when its room
+    is needed.
+    """
     service, tenant = service_of(request), tenant_of(request)
     sessions = _sessions_of(service)
     try:

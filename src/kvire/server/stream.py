@@ -1,4 +1,6 @@
-"""Server-sent events: one chunk per output, then [DONE]; whatever goes wrong on the way is an event too."""
+"""Server-sent events: one chunk per output, then [DONE]; whatever goes wrong on the way is an event
+too.
+"""
 
 import asyncio
 
@@ -15,7 +17,9 @@ LAST_WORDS_S = 1.0
 
 
 class EventStream(Response):
-    """Streams a reply. Requests are submitted before the first byte, so that a refusal is a plain error.
+    """Streams a reply.
+
+    Requests are submitted before the first byte, so that a refusal is a plain error.
 
     deadline: in the event loop's time. A client that leaves or stops reading frees its blocks.
     """

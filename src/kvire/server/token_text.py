@@ -27,7 +27,9 @@ class TokenText:
         return self._bytes[token_id]
 
     def text(self, token_id: int) -> str:
-        """The token's text; part of a character is written with backslashes, as the OpenAI API does."""
+        """The token's text; part of a character is written with backslashes, as the OpenAI API
+        does.
+        """
         return self.raw(token_id).decode("utf-8", errors="backslashreplace")
 
     def completion_text(self, token_id: int) -> str:
@@ -51,7 +53,9 @@ class TokenText:
 
 
 class CompletionLogprobs:
-    """The logprobs object of one completion, a piece at a time; offsets count from the text's beginning."""
+    """The logprobs object of one completion, a piece at a time; offsets count from the text's
+    beginning.
+    """
 
     def __init__(self, tokens: TokenText, tokenizer: Any) -> None:
         self._tokens = tokens

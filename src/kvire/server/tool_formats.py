@@ -1,9 +1,11 @@
 r"""How families of models write a tool call, and how to read it back.
 
-hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>      Hermes, Qwen 2.5 and 3
-mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]          or [TOOL_CALLS]name[ARGS]{...}
-deepseek  <begin>function<sep>name\n```json\n{...}\n```<end>           V3; V3.1: <begin>name<sep>{...}<end>
-llama     {"name": ..., "parameters": {...}}                            the whole answer, Llama 3
+hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>     Hermes, Qwen 2.5 and 3
+mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
+          or [TOOL_CALLS]name[ARGS]{...}
+deepseek  <begin>function<sep>name\n```json\n{...}\n```<end>          V3
+          <begin>name<sep>{...}<end>                                   V3.1
+llama     {"name": ..., "parameters": {...}}                           the whole answer, Llama 3
 """
 
 import json
@@ -24,7 +26,10 @@ CALLS_BEGIN, CALL_BEGIN, CALL_SEP, CALL_END, CALLS_END = (
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """arguments: a JSON object as text."""
+    """One call read from an answer.
+
+    arguments: a JSON object as text.
+    """
 
     name: str
     arguments: str
@@ -32,7 +37,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What an answer's end turned out to be. withheld: a call that was cut off, neither shown nor made."""
+    """What an answer's end turned out to be.
+
+    withheld: a call that was cut off, neither shown nor made.
+    """
 
     content: str = ""
     calls: tuple[ToolCall, ...] = ()
@@ -46,8 +54,10 @@ Reader = Callable[[str, frozenset[str]], tuple[list[ToolCall], str]]
 class ToolFormat:
     """One way of writing calls.
 
-    openings: texts that begin one. starts: texts that do so only as the first thing of an answer.
-    markup: all texts that belong to the format. read: (calls, rest that it could not read).
+    openings: texts that begin one.
+    starts: texts that do so only as the first thing of an answer.
+    markup: all texts that belong to the format.
+    read: (calls, rest that it could not read).
     signs, no_signs: texts of which one must, or none may, be in the chat template.
     """
 
@@ -67,7 +77,9 @@ class ToolFormat:
         return any(s in template for s in self.signs) and not any(s in template for s in self.no_signs)
 
     def split(self, text: str, *, at_start: bool) -> tuple[bool, int]:
-        """(whether a call begins in `text`, how many characters before it are certainly content)."""
+        """(whether a call begins in `text`, how many characters before it are certainly
+        content).
+        """
         blank = len(text) - len(text.lstrip())
         if at_start and text[blank:].startswith(self.starts or ("\0",)):
             return True, 0
@@ -78,7 +90,10 @@ class ToolFormat:
         return False, len(text[: len(text) - partial].rstrip())
 
     def parse(self, held: str, names: frozenset[str], *, truncated: bool) -> Parsed:
-        """Read the end of an answer, from where a call seemed to begin. What is no call is content."""
+        """Read the end of an answer, from where a call seemed to begin.
+
+        What is no call is content.
+        """
         calls, rest = self.read(held, names)
         if rest.strip() and truncated and self._begins_call(rest, names):
             return Parsed(calls=tuple(calls), withheld=rest)
@@ -171,7 +186,9 @@ def _load(text: str) -> Any:
 
 
 def _call(value: Any, arguments_name: str = "arguments") -> ToolCall | None:
-    """The call of {"name": ..., "arguments": ...}, whichever of both words the model used for the latter."""
+    """The call of {"name": ..., "arguments": ...}, whichever of both words the model used for the
+    latter.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     arguments = value.get(arguments_name, value.get("arguments", value.get("parameters", {})))

@@ -1,4 +1,6 @@
-"""Tools of a chat: checked on the way in, put into the conversation, found again in the answer's text."""
+"""Tools of a chat: checked on the way in, put into the conversation, found again in the answer's
+text.
+"""
 
 import json
 import re
@@ -46,7 +48,9 @@ def checked_tool_choice(value: Any) -> Any:
 
 
 def as_templates_expect(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with their calls' arguments, which are JSON in a text, as objects. Raises ApiError 400.
+    """The messages with their calls' arguments, which are JSON in a text, as objects.
+
+    Raises ApiError 400.
 
     What a text may hold is bounded as a body is, and all texts together like one.
     """
@@ -94,8 +98,10 @@ def tool_format(template: str) -> ToolFormat | None:
 class ToolText:
     """Splits one answer, as it grows, into content and tool calls.
 
-    Everything from the first piece of markup on is held back until the answer ends: no markup is ever
-    shown in part. names: of the tools that were offered.
+    Everything from the first piece of markup on is held back until the answer ends: no markup is
+    ever shown in part.
+
+    names: of the tools that were offered.
     """
 
     def __init__(self, form: ToolFormat, names: frozenset[str], tokenizer: Any, stop: tuple[str, ...]) -> None:
@@ -129,7 +135,9 @@ class ToolText:
 
 
 class HiddenMarkup:
-    """The answer's text with markup that the engine's text leaves out, for tokenizers that call it special."""
+    """The answer's text with markup that the engine's text leaves out, for tokenizers that call it
+    special.
+    """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...], special: set[int], markup: set[int]) -> None:
         self._detokenizer = Detokenizer(tokenizer, stop, skip_special_tokens=False)

@@ -1,1 +1,3 @@
-"""`kvire bench`: command.py and options.py have the options, arms.py what is measured; the rest is kvire.bench."""
+"""`kvire bench`: command.py and options.py have the options, arms.py what is measured; the rest is
+kvire.bench.
+"""

@@ -74,7 +74,9 @@ def arms_of(given: Given, settings: Settings) -> dict[str, Arm]:
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """A command line for a report that others may read: without keys, and names and passwords in addresses."""
+    """A command line for a report that others may read: without keys, and names and passwords in
+    addresses.
+    """
     told = []
     for before, word in zip(("", *words), words, strict=False):
         name, sign, _ = word.partition("=")

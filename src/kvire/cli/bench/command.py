@@ -30,8 +30,10 @@ def run(
     asked: dict[str, Any],
     written: dict[str, Any],
 ) -> None:
-    """Measure what the cache is worth: the same questions with their KV nowhere, in the pool, in memory, on disk, and
-    without reuse. A state is named only if counters prove it.
+    """Measure what the cache is worth: the same questions with their KV nowhere, in the pool, in
+    memory, on disk, and without reuse.
+
+    A state is named only if counters prove it.
 
     The default takes less than ten minutes on two cores; nothing else should run meanwhile.
 
@@ -70,7 +72,9 @@ def compare(
     ] = "AA",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Set two reports side by side: second over first, row by row, with intervals. Below 1, the second is faster.
+    """Set two reports side by side: second over first, row by row, with intervals.
+
+    Below 1, the second is faster.
 
     Reports of different models or workloads are refused.
 

@@ -47,7 +47,10 @@ def chat(
     sampling: dict[str, Any],
     store: dict[str, Any],
 ) -> None:
-    """Talk with a model. A line after each answer shows how full the context is and what was reused."""
+    """Talk with a model.
+
+    A line after each answer shows how full the context is and what was reused.
+    """
     config = store_config(store, engine, default=True)
     if session is not None:
         config = _with_folder(config, session)
@@ -68,7 +71,9 @@ def chat(
 
 
 def _with_folder(config: StoreConfig | None, session: str) -> StoreConfig:
-    """The store's options; raises ConfigError or StoreError if a session of this name cannot be kept there."""
+    """The store's options; raises ConfigError or StoreError if a session of this name cannot be
+    kept there.
+    """
     check_name(session)
     if config is None or config.path is None:
         raise ConfigError(
@@ -100,7 +105,11 @@ def _say_what_is_kept(kept: Any) -> None:
 
 
 class Terminal:
-    """Reads lines, prints answers. sampling: SamplingParams of every answer. session: a ChatSession that keeps it."""
+    """Reads lines, prints answers.
+
+    sampling: SamplingParams of every answer.
+    session: a ChatSession that keeps it.
+    """
 
     def __init__(self, llm: Any, conversation: Conversation, sampling: dict[str, Any], session: Any = None) -> None:
         self.llm = llm
@@ -171,7 +180,10 @@ class Terminal:
                 console.print(f"[red]The session was not emptied:[/] {escape(str(error))}", soft_wrap=True)
 
     def _answer(self, ids: tuple[int, ...], *, show: bool, **params: Any) -> Any:
-        """Stream an answer; Ctrl-C ends the answer, not the chat. None if it ended before the first token."""
+        """Stream an answer; Ctrl-C ends the answer, not the chat.
+
+        None if it ended before the first token.
+        """
         request = self.llm.request(ids, self.llm.params(**{**self.sampling, **params}))
         collector = Collector(request)
         try:

@@ -8,7 +8,10 @@ WARN_SHARE = 0.8  # of the context, from which on the status line warns
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages, oldest first. llm: encodes them. max_tokens: longest answer.
+    """Messages, oldest first.
+
+    llm: encodes them.
+    max_tokens: longest answer.
 
     known: exact ids of the last prompt and answer; the next prompt begins with them where it can.
     """
@@ -35,7 +38,9 @@ class Conversation:
 
     @property
     def reserve(self) -> int:
-        """Tokens kept free for the next answer: what it may take, but no more than a quarter of the context."""
+        """Tokens kept free for the next answer: what it may take, but no more than a quarter of the
+        context.
+        """
         return min(self.max_tokens, self.limit // 4)
 
     def encoded(self, messages: list[dict[str, Any]] | None = None) -> tuple[int, ...]:
@@ -54,8 +59,8 @@ class Conversation:
     def without_oldest_turns(self) -> tuple[list[dict[str, Any]], int, int]:
         """(messages left, turns dropped, cached tokens lost) when the oldest turns go.
 
-        Everything after the first dropped turn moves: its KV no longer follows the same prefix and is
-        computed again. To pay that price seldom, turns go until half of the context is free.
+        Everything after the first dropped turn moves: its KV no longer follows the same prefix and
+        is computed again. To pay that price seldom, turns go until half of the context is free.
         """
         before = self.encoded(self.messages[:-1])  # what was said so far; the last message is new
         head = [m for m in self.messages[:1] if m["role"] == "system"]

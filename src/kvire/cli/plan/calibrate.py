@@ -1,4 +1,6 @@
-"""Measuring this machine for the planner: prefill at several lengths, decode, and the store's local tiers."""
+"""Measuring this machine for the planner: prefill at several lengths, decode, and the store's local
+tiers.
+"""
 
 import random
 import tempfile
@@ -32,9 +34,12 @@ POOL_BYTES = 1 << 30
 
 
 def measure(model: str, kv_dtype: str, lengths: Sequence[int] = LENGTHS, repeats: int = REPEATS) -> dict[str, Any]:
-    """The calibration record (schema kvire.calibration/1) of this machine with this model. Progress on standard error.
+    """The calibration record (schema kvire.calibration/1) of this machine with this model.
 
-    Raises ConfigError for a model that cannot be measured here, such as a card of a model that is not installed.
+    Progress on standard error.
+
+    Raises ConfigError for a model that cannot be measured here, such as a card of a model that is
+    not installed.
     """
     shape, free = find_model(model).shape, available_bytes()
     samples = collect(model, kv_dtype, lengths, repeats)
@@ -42,7 +47,9 @@ def measure(model: str, kv_dtype: str, lengths: Sequence[int] = LENGTHS, repeats
 
 
 def collect(model: str, kv_dtype: str, lengths: Sequence[int], repeats: int) -> CalibrationSamples:
-    """Times in the states E, G, R and D, length after length, so that a machine's moods touch all alike."""
+    """Times in the states E, G, R and D, length after length, so that a machine's moods touch all
+    alike.
+    """
     samples = CalibrationSamples()
     with Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as bars:
         task = bars.add_task("measuring this machine", total=2 * repeats * len(lengths))
@@ -55,7 +62,10 @@ def collect(model: str, kv_dtype: str, lengths: Sequence[int], repeats: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One tier to measure, in a folder of its own. state: R for memory, D for disk."""
+    """One tier to measure, in a folder of its own.
+
+    state: R for memory, D for disk.
+    """
 
     state: str
     folder: Path
@@ -82,7 +92,9 @@ def _one_tier(
     samples: CalibrationSamples,
     advance: Callable[[], object],
 ) -> None:
-    """Every length: nothing kept (E), the pool (G), another question on it, and with an empty pool the tier."""
+    """Every length: nothing kept (E), the pool (G), another question on it, and with an empty pool
+    the tier.
+    """
     name = TIERS[place.state]
     try:
         llm = LLM(model, store=place.store, kv_dtype=kv_dtype, kv_memory=POOL_BYTES)
@@ -106,7 +118,10 @@ def _one_tier(
 
 
 def _ask(llm: LLM, ids: list[int], from_tier: str | None = None) -> float:
-    """Seconds to the first token. Raises ConfigError if a prompt that should come from a tier was computed."""
+    """Seconds to the first token.
+
+    Raises ConfigError if a prompt that should come from a tier was computed.
+    """
     result = llm.generate(ids, max_tokens=1, temperature=0, ignore_eos=True)
     if from_tier and getattr(result.cache, f"{from_tier}_tokens") < len(ids) - 2 * llm.engine.config.block_size:
         raise ConfigError(

@@ -1,4 +1,6 @@
-"""`kvire plan`: what a model's KV takes, what keeping it is worth, and what to buy, before anything is bought."""
+"""`kvire plan`: what a model's KV takes, what keeping it is worth, and what to buy, before anything
+is bought.
+"""
 
 import json
 import sys
@@ -72,9 +74,11 @@ def plan(
     use: dict[str, Any],
     money: dict[str, Any],
 ) -> None:
-    """Bytes per token, users per machine, break-even bandwidth, times per tier, prices: buy X GB of Y, or nothing.
+    """Bytes per token, users per machine, break-even bandwidth, times per tier, prices: buy X GB of
+    Y, or nothing.
 
-    Bytes are exact, by the model's config; times are estimates unless this machine was measured (--calibrate).
+    Bytes are exact, by the model's config; times are estimates unless this machine was measured
+    (--calibrate).
     """
     out = Console(highlight=False)
     if cards:

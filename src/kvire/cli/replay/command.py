@@ -104,7 +104,10 @@ def replay(
     picture: Annotated[Path | None, typer.Option(help="Draw the curves: .svg or .png.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (schema kvire.replay/1).")] = False,
 ) -> None:
-    """Hit rates of a trace against capacity, by policy, beside the best possible. No model and no GPU needed."""
+    """Hit rates of a trace against capacity, by policy, beside the best possible.
+
+    No model and no GPU needed.
+    """
     if tier and (policy or capacity or picture):
         raise ConfigError("--tier replays the store as it is: leave out --policy, --capacity and --picture")
     if picture is not None:
@@ -136,7 +139,10 @@ def replay(
 
 
 def _token_kv(model: str | None, kv_dtype: str | None, bytes_per_token: int | None) -> "TokenKV | None":
-    """What a store keeps of a token; None if nobody said. Raises ConfigError if it was said twice, or in part."""
+    """What a store keeps of a token; None if nobody said.
+
+    Raises ConfigError if it was said twice, or in part.
+    """
     if model is not None and bytes_per_token is not None:
         raise ConfigError("give either --model or --bytes-per-token: one is counted, the other given")
     if model is None:

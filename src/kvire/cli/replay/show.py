@@ -92,7 +92,10 @@ def tokens(count: float) -> str:
 
 
 def draw(values: dict[str, Any], path: Path) -> None:
-    """Write the curves to `path`. Raises ConfigError for another ending, or if it cannot be written."""
+    """Write the curves to `path`.
+
+    Raises ConfigError for another ending, or if it cannot be written.
+    """
     labels = charts.Labels(
         values["trace"]["name"],
         "share of prompt tokens that hit against the capacity of the cache, by policy",

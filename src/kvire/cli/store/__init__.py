@@ -1,1 +1,4 @@
-"""`kvire store`: look at a store, check it, tidy it, and remove what should not be kept. A command per file."""
+"""`kvire store`: look at a store, check it, tidy it, and remove what should not be kept.
+
+A command per file.
+"""

@@ -15,10 +15,10 @@ def forget(
 ) -> None:
     """Destroy a tenant's key, and remove its blocks and sessions from this store.
 
-    What the key sealed cannot be read again, wherever copies of it are: in other stores, too, whose room comes back
-    with `gc --unreadable`. Not promised: that nothing is left of the key file's old content in snapshots, journals,
-    worn flash or backups; that unsealed blocks (--no-encrypt) are gone from such places; and what running servers
-    hold in memory: restart them.
+    What the key sealed cannot be read again, wherever copies of it are: in other stores, too, whose
+    room comes back with `gc --unreadable`. Not promised: that nothing is left of the key file's old
+    content in snapshots, journals, worn flash or backups; that unsealed blocks (--no-encrypt) are
+    gone from such places; and what running servers hold in memory: restart them.
     """
     with opened(where, key_file) as place, late_progress() as report:
         tag = place.tag_of(tenant)
@@ -52,7 +52,8 @@ def forget(
 def clear(where: Where = None, yes: Yes = False, key_file: KeyFile = None, as_json: Json = False) -> None:
     """Remove every block, of all tenants, pinned ones too, and look whether they are gone.
 
-    Keys and sessions stay (see forget). A server that runs keeps what is in its memory, and may store it again.
+    Keys and sessions stay (see forget). A server that runs keeps what is in its memory, and may
+    store it again.
     """
     with opened(where, key_file) as place, late_progress() as report:
         ids = [entry.id for entry in place.entries(report)]

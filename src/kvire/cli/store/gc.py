@@ -67,7 +67,8 @@ def gc(
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
-    """Remove what no request can find: expired blocks, blocks whose beginning is gone, leftovers of crashes.
+    """Remove what no request can find: expired blocks, blocks whose beginning is gone, leftovers of
+    crashes.
 
     Pinned blocks stay. A folder does not shrink by it: its room is used for the next blocks.
     """

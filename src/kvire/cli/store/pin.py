@@ -68,8 +68,9 @@ def pin(
 ) -> None:
     """Keep blocks: they are neither evicted nor expire until `unpin`, `forget` or `clear`.
 
-    With KEY, everything before it is pinned, too, since it is of no use alone. Pinned blocks take room from all
-    others. In Redis and object stores a pin ends expiry; what the server evicts for want of memory is its own setting.
+    With KEY, everything before it is pinned, too, since it is of no use alone. Pinned blocks take
+    room from all others. In Redis and object stores a pin ends expiry; what the server evicts for
+    want of memory is its own setting.
     """
     chosen = BlockChoice(keys or [], namespace, prompt, model, raw)
     _mark(where, key_file, chosen, pinned=True, as_json=as_json)
@@ -85,7 +86,10 @@ def unpin(
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
-    """Let pinned blocks go when room is needed. Blocks that other pinned ones build on stay pinned."""
+    """Let pinned blocks go when room is needed.
+
+    Blocks that other pinned ones build on stay pinned.
+    """
     chosen = BlockChoice(keys or [], namespace, prompt, model, raw)
     _mark(where, key_file, chosen, pinned=False, as_json=as_json)
 

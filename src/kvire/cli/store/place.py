@@ -39,7 +39,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class OpenedStore:
-    """One opened store. folder: of a disk tier, else None. tenants: names by tag, as far as their keys are at hand."""
+    """One opened store.
+
+    folder: of a disk tier, else None.
+    tenants: names by tag, as far as their keys are at hand.
+    """
 
     name: str
     tier: DiskTier | RemoteTier
@@ -73,7 +77,9 @@ class OpenedStore:
         return self._each(entries, lambda ids: self.tier.pin(ids, pinned=pinned), "marking blocks", report)
 
     def patiently(self, change: Callable[[], T]) -> T:
-        """What a change gives, tried for a while: a folder that others write to can be too busy for a moment."""
+        """What a change gives, tried for a while: a folder that others write to can be too busy for
+        a moment.
+        """
         end = time.monotonic() + (0.0 if self.folder is None else PATIENCE_S)
         while True:
             try:
@@ -93,7 +99,10 @@ class OpenedStore:
         return changed
 
     def tag_of(self, tenant: str) -> bytes:
-        """The tag that stands for a tenant in this store. Raises StoreError for one whose key is not at hand."""
+        """The tag that stands for a tenant in this store.
+
+        Raises StoreError for one whose key is not at hand.
+        """
         tags = [tag for tag, name in self.tenants.items() if name == tenant]
         if not tags:
             known = ", ".join(repr(name) for name in sorted(self.tenants.values())) or "none"
@@ -103,7 +112,9 @@ class OpenedStore:
 
 @contextmanager
 def opened(where: str | None, key_file: Path | None) -> Iterator[OpenedStore]:
-    """The store at a folder or URL; None: the default folder. Makes nothing, neither a store nor a key file.
+    """The store at a folder or URL; None: the default folder.
+
+    Makes nothing, neither a store nor a key file.
 
     Raises StoreError, also for a tier that stops answering while it is used, or ConfigError.
     """

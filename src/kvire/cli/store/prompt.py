@@ -1,4 +1,7 @@
-"""Which stored blocks are those of a prompt. Needs the model's tokenizer and digests, and so transformers."""
+"""Which stored blocks are those of a prompt.
+
+Needs the model's tokenizer and digests, and so transformers.
+"""
 
 from dataclasses import fields
 from pathlib import Path
@@ -19,10 +22,11 @@ from kvire.models.rope import fix_longrope
 
 
 def prompt_keys(place: OpenedStore, model: str, text: str, *, raw: bool, report: Progress) -> set[BlockKey]:
-    """Keys of the prompt's full blocks, in each namespace of the model that was noted and whose tenant is at hand.
+    """Keys of the prompt's full blocks, in each namespace of the model that was noted and whose
+    tenant is at hand.
 
-    A namespace is the model's if weights and config are; what else it says is taken from the note, and the digest of
-    all that must be the namespace's own. Raises StoreError if there is none.
+    A namespace is the model's if weights and config are; what else it says is taken from the note,
+    and the digest of all that must be the namespace's own. Raises StoreError if there is none.
     """
     path = resolve(model, progress=report)
     try:
@@ -64,7 +68,9 @@ def read_prompts(texts: list[str], files: list[Path]) -> dict[str, str]:
 
 
 def _known(place: OpenedStore, root: BlockKey, noted: dict[str, str]) -> Namespace | None:
-    """The namespace that was noted, with the salt of the tenant whose it is; None if that key is not at hand."""
+    """The namespace that was noted, with the salt of the tenant whose it is; None if that key is
+    not at hand.
+    """
     given: dict[str, Any] = {f.name: noted[f.name] for f in fields(Namespace) if f.name in noted}
     try:
         bare = Namespace(**given | {name: int(noted[name]) for name in ("block_size", "layout_version")})

@@ -1,4 +1,6 @@
-"""What `kvire store` commands say about a store: as plain values for --json, and as tables for people."""
+"""What `kvire store` commands say about a store: as plain values for --json, and as tables for
+people.
+"""
 
 import json
 import time

@@ -24,7 +24,9 @@ def verify(
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
-    """Read blocks and check them with the keys at hand. Removes nothing; the exit status is 1 if any is damaged.
+    """Read blocks and check them with the keys at hand.
+
+    Removes nothing; the exit status is 1 if any is damaged.
 
     Without its tenant's key only a sealed block's header and length can be checked.
     """

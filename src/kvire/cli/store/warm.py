@@ -38,8 +38,8 @@ def warm(
 ) -> None:
     """Compute prompts now and store them, so that the first request that begins like one finds it.
 
-    Only an engine with the same model, KV dtype, block size, device and attention finds the blocks: give the options
-    that it runs with.
+    Only an engine with the same model, KV dtype, block size, device and attention finds the blocks:
+    give the options that it runs with.
     """
     if not prompt and not file:
         raise ConfigError("say what to compute: --prompt TEXT or --file FILE; both may be repeated")

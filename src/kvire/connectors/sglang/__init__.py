@@ -1,8 +1,9 @@
 """The store behind SGLang's HiCache: a storage backend that SGLang loads by name (docs/sglang.md).
 
-Read first: storage.py, which answers SGLang's calls. pages.py names pages, judges and moves them; facts.py says which
-server's pages they are; prefill.py how fast it computes; options.py reads --hicache-storage-backend-extra-config. Only
-storage.py imports SGLang, and facts.py when it is asked.
+Read first: storage.py, which answers SGLang's calls. pages.py names pages, judges and moves them;
+facts.py says which server's pages they are; prefill.py how fast it computes; options.py reads
+--hicache-storage-backend-extra-config. Only storage.py imports SGLang, and facts.py when it is
+asked.
 """
 
 from importlib import import_module

@@ -15,8 +15,9 @@ from kvire.models.checkpoint import read_config
 from kvire.models.hub import find_in_hub, is_hub_id
 from kvire.models.refusal import IMAGE_FIELDS
 
-# Server arguments that can change KV, told by what their names speak of, so that new ones count before anybody knows
-# them. Where a model lies, and what it is called, does not matter: its files are hashed.
+# Server arguments that can change KV, told by what their names speak of, so that new ones count
+# before anybody knows them. Where a model lies, and what it is called, does not matter: its files
+# are hashed.
 TELLING = re.compile(
     "dtype|quant|attention|backend|moe|rope|speculative|torchao|override|context_length|load_format|model_impl|"
     "deterministic|compile|precision|sparse|indexer"
@@ -26,7 +27,12 @@ INERT = re.compile("hicache|^served_|^disagg|^grammar|^sampling|lora|storage|cud
 
 @dataclass(frozen=True, slots=True)
 class SglangServer:
-    """model: folder of the checkpoint. numerics: text of what else decides bits. shard: of this process."""
+    """What SGLang computes with.
+
+    model: folder of the checkpoint.
+    numerics: text of everything else that decides bits.
+    shard: of this process.
+    """
 
     model: Path
     config: Mapping[str, Any]

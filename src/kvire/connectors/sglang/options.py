@@ -1,4 +1,6 @@
-"""--hicache-storage-backend-extra-config: the store's options by the names that `kvire serve` gives them."""
+"""--hicache-storage-backend-extra-config: the store's options by the names that `kvire serve` gives
+them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

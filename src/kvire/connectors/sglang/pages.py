@@ -1,9 +1,10 @@
 """One host pool's pages as blocks of the store, and which of them are worth a load.
 
-SGLang names a page by a hash over its tokens and all before them, the request's salt and adapter among them; token ids
-it does not tell. So a page's block has, in place of token ids, eight words of a digest of that hash: a reader compares
-them as it compares tokens elsewhere. What was before a page is in its hash, too, but not known to be the same page at
-every call: each block stands alone, a first one.
+SGLang names a page by a hash over its tokens and all before them, the request's salt and adapter
+among them; token ids it does not tell. So a page's block has, in place of token ids, eight words of
+a digest of that hash: a reader compares them as it compares tokens elsewhere. What was before a
+page is in its hash, too, but not known to be the same page at every call: each block stands alone,
+a first one.
 """
 
 import logging
@@ -36,7 +37,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """ok: per page. seconds, size_bytes: of those that were."""
+    """Result of a transfer.
+
+    ok: per page, whether it was moved.
+    seconds, size_bytes: of the pages moved.
+    """
 
     ok: list[bool]
     seconds: float
@@ -69,10 +74,11 @@ class PagePool:
         return [found.whole(index) for index in range(len(keys))]
 
     def worth_loading(self, keys: Sequence[str], timeout_s: float) -> int:
-        """How many pages are to be loaded, of the first ones that are stored: all, or none if computing is faster.
+        """How many pages are to be loaded, of the first ones that are stored: all, or none if
+        computing is faster.
 
-        SGLang acts on it at once. What is before the first page is not known, so computing is taken to be as fast as
-        at the beginning of a prompt.
+        SGLang acts on it at once. What is before the first page is not known, so computing is taken
+        to be as fast as at the beginning of a prompt.
         """
         pages = self._pages(keys)
         found = self._reuse.look(pages, 0)
@@ -87,11 +93,13 @@ class PagePool:
         return 0 if choice.way is Way.COMPUTE else found.stop
 
     def read(self, keys: Sequence[str], slots: Sequence[int]) -> Moved:
-        """Load pages into the pool, each at its slot (token index of its first token). A page that is missing,
-        damaged, or takes longer than computing all of them would, leaves its slot as it was.
+        """Load pages into the pool, each at its slot (token index of its first token).
 
-        Reads go to memory of our own first: the pool's may be another request's once this call has ended, and a tier
-        that answers late must not write there.
+        A page that is missing, damaged, or takes longer than computing all of them would, leaves
+        its slot as it was.
+
+        Reads go to memory of our own first: the pool's may be another request's once this call has
+        ended, and a tier that answers late must not write there.
         """
         begin, moved = perf_counter(), 0
         prefill = self._reuse.prefill

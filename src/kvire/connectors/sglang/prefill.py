@@ -1,8 +1,10 @@
-"""How fast SGLang computes prompts, from what a storage sees of it: which pages it has not, and when they are written.
+"""How fast SGLang computes prompts, from what a storage sees of it: which pages it has not, and
+when they are written.
 
-SGLang tells a storage nothing of its steps. Between the word that a page is missing and its writing lie a wait in
-SGLang's queue, the computing, and copies to the host and through the queue of writes. So what is measured is never less
-than computing took, and the quicker of many measurements come close to it.
+SGLang tells a storage nothing of its steps. Between the word that a page is missing and its writing
+lie a wait in SGLang's queue, the computing, and copies to the host and through the queue of writes.
+So what is measured is never less than computing took, and the quicker of many measurements come
+close to it.
 """
 
 import threading
@@ -18,7 +20,9 @@ MOST_MISSED = 4096  # pages whose writing is waited for; older ones never came
 
 
 class QuickPrefill(PrefillSpeed):
-    """Of measurements that may hold more than computing: the lower quartile of the last ones, per token."""
+    """Of measurements that may hold more than computing: the lower quartile of the last ones, per
+    token.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +38,10 @@ class QuickPrefill(PrefillSpeed):
 
 
 class Misses:
-    """Times the pages of KV that were missing. Thread-safe. page_tokens: in one."""
+    """Times the pages of KV that were missing. Thread-safe.
+
+    page_tokens: in one.
+    """
 
     def __init__(self, prefill: PrefillSpeed, page_tokens: int, clock: Callable[[], float] = monotonic) -> None:
         self._prefill = prefill
@@ -44,7 +51,10 @@ class Misses:
         self._told_s: OrderedDict[str, float] = OrderedDict()  # by the first missing page: when that was told
 
     def told(self, key: str) -> None:
-        """SGLang was told that this page, and all after it, are not to be had. The first time counts."""
+        """SGLang was told that this page, and all after it, are not to be had.
+
+        The first time counts.
+        """
         with self._lock:
             self._told_s.setdefault(key, self._clock())
             if len(self._told_s) > MOST_MISSED:

@@ -28,10 +28,18 @@ log = logging.getLogger(__name__)
 
 
 class KvireStorage(HiCacheStorage):
-    """The store as a third level below SGLang's device and host pools. One per scheduler process; thread-safe."""
+    """The store as a third level below SGLang's device and host pools.
+
+    One per scheduler process; thread-safe.
+    """
 
     def __init__(self, storage_config: Any, _kwargs: Any = None) -> None:
-        """storage_config: SGLang's HiCacheStorageConfig. Raises KvireError, which fails the attachment."""
+        """Open the store that SGLang's options name.
+
+        storage_config: SGLang's HiCacheStorageConfig.
+
+        Raises KvireError, which fails the attachment.
+        """
         self._options = Options.of(storage_config.extra_config or {})
         self._server = SglangServer.of(storage_config)
         self._store = open_store(self._options.config)
@@ -60,8 +68,8 @@ class KvireStorage(HiCacheStorage):
         return self._held(PoolName.KV, [key]) == [True]
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:  # noqa: ARG002 - SGLang's signature
-        """How many pages of KV are to be loaded: those stored from the first on without a hole, or none of them where
-        computing is faster.
+        """How many pages of KV are to be loaded: those stored from the first on without a hole, or
+        none of them where computing is faster.
         """
         try:
             count = self._pools[str(PoolName.KV)].worth_loading(keys, self._options.config.load_timeout_s)
@@ -75,7 +83,9 @@ class KvireStorage(HiCacheStorage):
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
     ) -> Any:
-        """The longest prefix that can be restored: its KV, and of every other pool what that asks for."""
+        """The longest prefix that can be restored: its KV, and of every other pool what that asks
+        for.
+        """
         kv_pages = self.batch_exists(keys, extra_info)
         pools: dict[Any, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         restorable = range(1, kv_pages + 1)
@@ -90,7 +100,10 @@ class KvireStorage(HiCacheStorage):
         return PoolTransferResult(ends_of_all[-1] if ends_of_all else 0, pools, ends_of_all)
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:  # noqa: ARG002
-        """Load pages of KV into the host pool. host_indices: of every token, page by page."""
+        """Load pages of KV into the host pool.
+
+        host_indices: of every token, page by page.
+        """
         return self._move(PoolName.KV, keys, host_indices, PagePool.read, self._read)
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:  # noqa: ARG002
@@ -120,7 +133,9 @@ class KvireStorage(HiCacheStorage):
         }
 
     def clear(self) -> bool:
-        """Forget the tenant of SGLang's pages, its keys too: for every server that uses this store as this tenant."""
+        """Forget the tenant of SGLang's pages, its keys too: for every server that uses this store
+        as this tenant.
+        """
         try:
             self._store.forget(self._options.tenant)
         except KvireError:

@@ -1,4 +1,7 @@
-"""What a call of generate() may say for KV to depend on its token ids alone. Everything else is refused by name."""
+"""What a call of generate() may say for KV to depend on its token ids alone.
+
+Everything else is refused by name.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,13 +14,15 @@ from transformers import GenerationConfig
 from kvire.connectors.transformers.blocks import CACHE
 from kvire.core.errors import RequestError
 
-# Of generate() itself. Fields of a GenerationConfig are allowed as well: all but those below only choose tokens.
+# Of generate() itself. Fields of a GenerationConfig are allowed as well: all but those below only
+# choose tokens.
 HARMLESS = frozenset({
     "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria",
     "prefix_allowed_tokens_fn", "streamer", "tokenizer", "synced_gpus",
 })  # fmt: skip
 
-# Values that leave one plain sequence, each token computed once and in order. None stands for the default.
+# Values that leave one plain sequence, each token computed once and in order. None stands for the
+# default.
 PLAIN: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "num_return_sequences": (None, 1),
@@ -37,14 +42,21 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """token_ids: of the one sequence. arguments: for generate(), the input ids among them."""
+    """The checked arguments of one generate() call.
+
+    token_ids: of the one sequence.
+    arguments: for generate(), the input ids among them.
+    """
 
     token_ids: list[int]
     arguments: dict[str, Any]
 
 
 def check(model: Any, inputs: Tensor | None, arguments: Mapping[str, Any]) -> GenerateCall:
-    """The prompt of a call. Raises RequestError, with what to do, for what is not one sequence of plain tokens."""
+    """The prompt of a call.
+
+    Raises RequestError, with what to do, for what is not one sequence of plain tokens.
+    """
     given = {name: value for name, value in arguments.items() if value is not None}
     _refuse_other_inputs(given)
     ids = given.get("input_ids", inputs)

@@ -1,7 +1,8 @@
 """KV between a transformers cache and the bytes of blocks.
 
-A block of a group of layers is one slab, `[layer][K: token, head, width | V: token, head, width]`, as everywhere in
-Kvire; a cache keeps `[1, head, token, width]` per layer, and of layers with a window only the last window - 1 tokens.
+A block of a group of layers is one slab, `[layer][K: token, head, width | V: token, head, width]`,
+as everywhere in Kvire; a cache keeps `[1, head, token, width]` per layer, and of layers with a
+window only the last window - 1 tokens.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_gener
 
 
 class WholeWindowLayer(DynamicSlidingWindowLayer):
-    """Computes as its parent does, and keeps all that was computed aside: blocks are saved from there.
+    """Computes as its parent does, and keeps all that was computed aside: blocks are saved from
+    there.
 
     computed: (K, V) of each call, [1, head, token, width].
     """
@@ -51,7 +53,10 @@ def new_cache(config: Any) -> DynamicCache:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The shape of a model's blocks. spec: groups, those that see everything first; dtype; block size in tokens."""
+    """The shape of a model's blocks.
+
+    spec: groups, those that see everything first; dtype; block size in tokens.
+    """
 
     spec: KVSpec
 
@@ -101,7 +106,10 @@ class CacheLayout:
         return dtype
 
     def empty_cache(self, config: Any) -> DynamicCache:
-        """A cache to fill. Raises UnsupportedModelError if the model's windows are no longer those that were probed."""
+        """A cache to fill.
+
+        Raises UnsupportedModelError if the model's windows are no longer those that were probed.
+        """
         made = new_cache(config)
         for group in self.spec.groups:
             windows = {getattr(made.layers[index], "sliding_window", None) for index in group.layers}
@@ -115,8 +123,10 @@ class CacheLayout:
         return 0 if window is None else max(0, stop * self.spec.block_size - (window - 1)) // self.spec.block_size
 
     def fill(self, filled: DynamicCache, slabs: list[Tensor], stop: int, device: torch.device) -> None:
-        """Bring an empty cache into the state after `stop` blocks. slabs: per group, [at least stop, block bytes] of
-        uint8, of which the blocks from `first_needed` on are read.
+        """Bring an empty cache into the state after `stop` blocks.
+
+        slabs: per group, [at least stop, block bytes] of uint8, of which the blocks from
+            `first_needed` on are read.
         """
         tokens = stop * self.spec.block_size
         for number, group in enumerate(self.spec.groups):
@@ -132,8 +142,10 @@ class CacheLayout:
                 layer.keys, layer.values = keys, values
 
     def take(self, computed: DynamicCache, start: int, stop: int) -> list[Tensor]:
-        """Blocks from `start` to `stop` of a cache that was filled up to `start`: per group, uint8 of
-        [stop - start, block bytes]. Raises UnsupportedModelError if the cache is not of this layout.
+        """Blocks from `start` to `stop` of a cache that was filled up to `start`: per group, uint8
+        of [stop - start, block bytes].
+
+        Raises UnsupportedModelError if the cache is not of this layout.
         """
         slabs = []
         for number, group in enumerate(self.spec.groups):

@@ -1,4 +1,6 @@
-"""What a call of generate() really computed: which tokens went into the cache, and how long the prompt took."""
+"""What a call of generate() really computed: which tokens went into the cache, and how long the
+prompt took.
+"""
 
 import time
 from types import TracebackType
@@ -12,7 +14,9 @@ from kvire.core.errors import GenerationError
 
 
 class Computed:
-    """Watches a model's forward while it runs on `cache`, which holds the first `start` tokens of the prompt."""
+    """Watches a model's forward while it runs on `cache`, which holds the first `start` tokens of
+    the prompt.
+    """
 
     def __init__(self, model: Any, cache: Any, prompt: list[int], start: int) -> None:
         self._model = model
@@ -38,7 +42,9 @@ class Computed:
         return tokens[: self._cache.get_seq_length()][:limit]
 
     def prefill(self) -> tuple[int, int, float] | None:
-        """(first token, tokens, seconds) that were computed of the prompt; None if that cannot be told."""
+        """(first token, tokens, seconds) that were computed of the prompt; None if that cannot be
+        told.
+        """
         done, count = 0, len(self._prompt) - self._start
         for ids, after in zip(self._fed, self._began[1:], strict=False):
             done += len(ids)
@@ -47,7 +53,9 @@ class Computed:
         return None
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises GenerationError rather than let anything but the prompt's next tokens be computed on its KV."""
+        """Raises GenerationError rather than let anything but the prompt's next tokens be computed
+        on its KV.
+        """
         if not any(value is self._cache for value in (*args, *kwargs.values())):
             return
         ids = kwargs.get("input_ids")

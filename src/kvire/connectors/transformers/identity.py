@@ -23,7 +23,8 @@ class ModelIdentity:
         refuse(model)
         self._model = model
         self.limit_tokens = _limit_tokens(as_dict(model.config))
-        # LongRoPE leaves in these what the last forward chose of the two that the config holds; each chooses anew.
+        # LongRoPE leaves in these what the last forward chose of the two that the config holds;
+        # each chooses anew.
         self._weights = WeightsDigest(model, without=() if self.limit_tokens is None else ("inv_freq",))
         self._code = ModelCode(model, also=_of_cache(new_cache(model.config)))
 
@@ -43,7 +44,9 @@ class ModelIdentity:
 
 
 def refuse(model: Any) -> None:
-    """Raise UnsupportedModelError for a model whose KV does not follow from weights, config and token ids alone."""
+    """Raise UnsupportedModelError for a model whose KV does not follow from weights, config and
+    token ids alone.
+    """
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
             f"a stored cache needs a transformers model, not a {type(model).__name__}. For an adapter of peft: "

@@ -101,7 +101,11 @@ def _try(
     reuse: Reuse, loaded: Loaded, found: Found, deadline: float,
     ready: dict[Place, TierKind], gone: dict[Place, MissReason | None],
 ) -> None:  # fmt: skip
-    """One load. ready: gets what arrived in time, with its source; gone: the rest, and why it is computed."""
+    """One load.
+
+    ready: gets what arrived in time, with its source;
+    gone: the rest, and why it is computed.
+    """
 
     def memory(index: int, part: int) -> memoryview:
         return loaded.slabs[part][index].numpy().data

@@ -1,4 +1,5 @@
-"""A model whose generate() loads the longest stored prefix of a prompt, and stores what it computes.
+"""A model whose generate() loads the longest stored prefix of a prompt, and stores what it
+computes.
 
 with StoredCache.open(model, store="kv") as stored:
     out = stored.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=64)
@@ -35,7 +36,9 @@ log = logging.getLogger(__name__)
 
 
 class StoredCache:
-    """A model and an open store. Made by open(); use as a context, or close() it. One call at a time.
+    """A model and an open store.
+
+    Made by open(); use as a context, or close() it. One call at a time.
 
     report: where the last prompt's KV came from; None before the first call.
     """
@@ -60,11 +63,16 @@ class StoredCache:
         cls, model: Any, store: str | Path | StoreConfig | TieredStore,
         *, block_size: int = 16, tenant: str = "", cache_salt: str = "",
     ) -> Self:  # fmt: skip
-        """model: a transformers causal language model, in memory. store: a folder, more of StoreConfig, or an open
-        store, which stays open. block_size: tokens; what is reused is a multiple of it. tenant: whose the prompts are;
-        nobody else finds their blocks, nor do others with another cache_salt.
+        """Open a cache for one model, over a store.
 
-        Computes one token, and hashes the weights. Raises UnsupportedModelError, ConfigError or StoreError.
+        model: a transformers causal language model, in memory.
+        store: a folder, more of StoreConfig, or an open store, which stays open.
+        block_size: tokens; reuse is in multiples of it.
+        tenant: owner of the prompts; no other tenant finds their blocks.
+        cache_salt: divides a tenant's blocks further; only the same salt finds them.
+
+        Computes one token, and hashes the weights. Raises UnsupportedModelError, ConfigError or
+        StoreError.
         """
         if not isinstance(block_size, int) or isinstance(block_size, bool) or not 0 < block_size <= 1024:
             raise ConfigError(f"block_size is in tokens and at most 1024, got {block_size!r}")
@@ -78,10 +86,12 @@ class StoredCache:
         return cls(model, reuse, identity, layout, tenant=tenant, cache_salt=cache_salt, owns_store=opened is not store)
 
     def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
-        """What model.generate() returns for the same arguments, sooner. One prompt a call; input_ids: [1, tokens].
+        """What model.generate() returns for the same arguments, sooner.
 
-        Raises RequestError for what a stored cache cannot follow (docs/transformers.md), and UnsupportedModelError for
-        a model that was changed into one.
+        One prompt a call; input_ids: [1, tokens].
+
+        Raises RequestError for what a stored cache cannot follow (docs/transformers.md), and
+        UnsupportedModelError for a model that was changed into one.
         """
         prompt = arguments.check(self.model, inputs, kwargs)
         limit = self._identity.limit_tokens

@@ -1,8 +1,12 @@
-"""Which weights a model in memory has, told by their content: files say what it was loaded from, not what it is now.
+"""Which weights a model in memory has, told by their content: files say what it was loaded from,
+not what it is now.
 
-A merged adapter, an optimiser step and an edit by hand all leave the files as they were, and many leave no other trace
-either: `weight.data += delta` moves neither the tensor's address nor its version counter. So every byte is looked at.
-The name is SHA-256, once per model; whether it still holds is asked before each use by a faster checksum, which costs
+A merged adapter, an optimiser step and an edit by hand all leave the files as they were, and many
+    leave no other trace
+either: `weight.data += delta` moves neither the tensor's address nor its version counter. So every
+    byte is looked at.
+The name is SHA-256, once per model; whether it still holds is asked before each use by a faster
+    checksum, which costs
 about what computing one token does: both read all the weights once.
 """
 
@@ -26,7 +30,10 @@ FACTORS = 1 << 22  # random numbers of a checksum: how many bytes are multiplied
 
 
 class WeightsDigest:
-    """Digest of a model's parameters and buffers, as they are now. without: buffers whose name ends so do not count."""
+    """Digest of a model's parameters and buffers, as they are now.
+
+    without: buffers whose name ends so do not count.
+    """
 
     def __init__(self, model: nn.Module, *, without: tuple[str, ...] = ()) -> None:
         self._model = model
@@ -35,7 +42,9 @@ class WeightsDigest:
         self._digest = ""
 
     def current(self) -> str:
-        """64 hexadecimal digits. Hashes everything anew when the checksum says that something changed.
+        """64 hexadecimal digits.
+
+        Hashes everything anew when the checksum says that something changed.
 
         Raises UnsupportedModelError for weights that are not at hand.
         """
@@ -65,7 +74,9 @@ class WeightsDigest:
 
 
 def _structure(model: nn.Module, named: list[tuple[str, Tensor]]) -> bytes:
-    """Which module is where, with which numbers, and which tensor: the same weights in others are another model."""
+    """Which module is where, with which numbers, and which tensor: the same weights in others are
+    another model.
+    """
     modules = (
         f"{name} {type(module).__module__}.{type(module).__qualname__}" for name, module in model.named_modules()
     )
@@ -94,10 +105,11 @@ def _checksum(tensor: Tensor) -> bytes:
 
 
 def checksum_on_device(chunk: Tensor) -> bytes:
-    """16 bytes for up to CHUNK_BYTES of uint8, computed where they lie: two sums of bytes times odd random numbers.
+    """16 bytes for up to CHUNK_BYTES of uint8, computed where they lie: two sums of bytes times odd
+    random numbers.
 
-    Arithmetic is modulo 2^64. A single change always changes both sums; two contents that differ in more have the same
-    sums with a chance of less than 2^-100, unless somebody chose them to.
+    Arithmetic is modulo 2^64. A single change always changes both sums; two contents that differ in
+    more have the same sums with a chance of less than 2^-100, unless somebody chose them to.
     """
     sums = []
     for factors in _factors(chunk.device):

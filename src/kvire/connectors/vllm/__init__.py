@@ -1,8 +1,11 @@
-"""vLLM over the store: a KV connector that vLLM loads by name (docs/vllm.md). No patch, and no CUDA needed.
+"""vLLM over the store: a KV connector that vLLM loads by name (docs/vllm.md).
 
-Read first: connector.py, which only hands vLLM's calls to the two sides. scheduler.py decides what is loaded and kept
-(token ids and keys, no KV); worker.py moves KV; pages.py knows where vLLM keeps it. secondary.py puts the store behind
-vLLM's own CPU tier instead. Only connector.py, metrics.py, identity.py, secondary.py and secondary_tier.py import vLLM.
+No patch, and no CUDA needed.
+
+Read first: connector.py, which only hands vLLM's calls to the two sides. scheduler.py decides what
+is loaded and kept (token ids and keys, no KV); worker.py moves KV; pages.py knows where vLLM keeps
+it. secondary.py puts the store behind vLLM's own CPU tier instead. Only connector.py, metrics.py,
+identity.py, secondary.py and secondary_tier.py import vLLM.
 """
 
 from importlib import import_module

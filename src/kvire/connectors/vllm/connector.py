@@ -1,4 +1,6 @@
-"""vLLM's KV connector interface, handed to the two sides. vLLM makes one object per side: scheduler and worker."""
+"""vLLM's KV connector interface, handed to the two sides. vLLM makes one object per side: scheduler
+and worker.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -62,8 +64,10 @@ class KvireFacts(KVConnectorHandshakeMetadata):
 
 
 class KvireConnector(KVConnectorBase_V1, SupportsHMA):
-    """One side of the connector. Raises ConfigError or UnsupportedModelError at start for what it cannot serve right;
-    after that nothing of the store ever fails a request.
+    """One side of the connector.
+
+    Raises ConfigError or UnsupportedModelError at start for what it cannot serve right; after that
+    nothing of the store ever fails a request.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -119,7 +123,9 @@ class KvireConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.save(self._plan().saves)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads that ended. A request for which something was missing is looked up anew, up to where it was missing:
+        """Loads that ended.
+
+        A request for which something was missing is looked up anew, up to where it was missing:
         told of blocks instead, vLLM would go on to report them as cached.
         """
         results = KVConnectorTransferResults()
@@ -202,7 +208,10 @@ class KvireConnector(KVConnectorBase_V1, SupportsHMA):
         return [self._event(event) for event in self._side.announcer.take()]
 
     def reset_cache(self) -> bool:
-        """Nothing stored so far is found again by this process. Other processes, and the next start, still find it."""
+        """Nothing stored so far is found again by this process.
+
+        Other processes, and the next start, still find it.
+        """
         self._side.reset()
         return True
 

@@ -1,8 +1,10 @@
-"""What vLLM's subscribers (routers, for one) are told: which blocks this engine could load, by vLLM's own hashes.
+"""What vLLM's subscribers (routers, for one) are told: which blocks this engine could load, by
+vLLM's own hashes.
 
-As vLLM does for its own cache, each group's share of a block is told by itself: where a window has moved on, the store
-has a block of some groups only. Other processes write and evict blocks, too, and nobody tells. So a share is announced
-when it was handed to the store or found there, and taken back when a lookup or a load finds it gone.
+As vLLM does for its own cache, each group's share of a block is told by itself: where a window has
+moved on, the store has a block of some groups only. Other processes write and evict blocks, too,
+and nobody tells. So a share is announced when it was handed to the store or found there, and taken
+back when a lookup or a load finds it gone.
 """
 
 from collections import OrderedDict
@@ -17,7 +19,10 @@ MOST_ANNOUNCED = 1 << 17
 
 
 class Event(NamedTuple):
-    """A group's share of a block came (with its parent's hash, tokens and salt) or went. hash, parent: vLLM's."""
+    """A group's share of a block came (with its parent's hash, tokens and salt) or went.
+
+    hash, parent: vLLM's.
+    """
 
     came: bool
     hash: bytes
@@ -38,7 +43,9 @@ class Announcer:
         self._offered: OrderedDict[BlockKey, list[Event]] = OrderedDict()  # handed to the workers
 
     def found(self, tracked: Tracked, rows: Sequence[Row]) -> None:
-        """A lookup: the tier that has each part of each block of a request, group by group, worker by worker."""
+        """A lookup: the tier that has each part of each block of a request, group by group, worker
+        by worker.
+        """
         if self._on:
             for index, row in enumerate(rows):
                 key = tracked.chain.keys[index]

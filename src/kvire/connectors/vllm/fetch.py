@@ -1,4 +1,6 @@
-"""Bringing blocks into memory of ours, for both ways into vLLM: given up at any moment, whatever a tier does."""
+"""Bringing blocks into memory of ours, for both ways into vLLM: given up at any moment, whatever a
+tier does.
+"""
 
 import threading
 from collections import Counter
@@ -19,8 +21,11 @@ TIERS_EVERY_S = 1.0  # their counters are looked at
 
 
 class Fetched(NamedTuple):
-    """rows: of uint8, the memory that was read into. arrived: which hold a whole verified block. is_over: whether the
-    load was followed to its end.
+    """Blocks that a load brought.
+
+    rows: the memory that was read into, uint8.
+    arrived: which rows hold a whole verified block.
+    is_over: whether the load was followed to its end.
     """
 
     rows: Rows
@@ -45,7 +50,9 @@ class Fetcher:
             self._counts[what, label] += amount  # type: ignore[assignment]  # seconds are no whole numbers
 
     def take_counts(self) -> Counter[tuple[str, str]]:
-        """(what, label) counted since the last call; now and then with what tiers say of themselves."""
+        """(what, label) counted since the last call; now and then with what tiers say of
+        themselves.
+        """
         with self._lock:
             counts, self._counts = self._counts, Counter()
         if monotonic() >= self._tiers_due:
@@ -58,9 +65,12 @@ class Fetcher:
     def fetch(
         self, records: Sequence[BlockRecord], given_up: threading.Event, deadline: float, *, in_order: bool = False
     ) -> Fetched:
-        """Load blocks of one size. The rows are the caller's until it fetches again in the same thread.
+        """Load blocks of one size.
 
-        given_up: ends the load, as does `deadline` (monotonic). in_order: no block is of use without those before it.
+        The rows are the caller's until it fetches again in the same thread.
+
+        given_up: ends the load, as does `deadline` (monotonic).
+        in_order: no block is of use without those before it.
         """
         rows = self._rows(len(records), records[0].kv_bytes)
         ticket = self._store.load([Wanted(record, row.data) for record, row in zip(records, rows, strict=True)])
@@ -75,7 +85,9 @@ class Fetcher:
         return Fetched(rows, arrived, is_over)
 
     def _rows(self, count: int, row_bytes: int) -> Rows:
-        """Memory of this thread's own, kept for the next piece: fresh memory costs more than what is copied into it."""
+        """Memory of this thread's own, kept for the next piece: fresh memory costs more than what
+        is copied into it.
+        """
         memory: Rows | None = getattr(self._memory, "rows", None)
         if memory is None or memory.size < count * row_bytes:
             memory = self._memory.rows = np.empty(count * row_bytes, np.uint8)
@@ -102,7 +114,8 @@ class Fetcher:
 
 
 def follow(ticket: Ticket, given_up: threading.Event, deadline: float, *, in_order: bool) -> bool:
-    """Wait until a load is finished (True), or is given up, or late, or nothing moved in it for STALLED_S (False).
+    """Wait until a load is finished (True), or is given up, or late, or nothing moved in it for
+    STALLED_S (False).
 
     in_order: what comes after a block that cannot be had is not waited for.
     """

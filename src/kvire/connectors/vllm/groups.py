@@ -11,7 +11,10 @@ QUANTISATIONS = {"NONE", "FP8_PER_TENSOR"}  # others keep scales of their own be
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers that share block tables. window: they attend to that many last tokens; None: to all."""
+    """Layers that share block tables.
+
+    window: last tokens that they attend to; None: all.
+    """
 
     layers: tuple[str, ...]
     kind: str
@@ -19,7 +22,10 @@ class Group:
 
 
 def read_groups(kv_cache_config: Any) -> tuple[tuple[Group, ...], int]:
-    """The groups as vLLM has them, and the tokens in a block. Raises UnsupportedModelError if one may not be right."""
+    """The groups as vLLM has them, and the tokens in a block.
+
+    Raises UnsupportedModelError if one may not be right.
+    """
     sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
     if len(sizes) != 1:
         raise _refused(f"its groups have blocks of {', '.join(map(str, sorted(sizes))) or 'no'} tokens")

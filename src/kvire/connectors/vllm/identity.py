@@ -1,4 +1,6 @@
-"""The namespace of what this vLLM computes, and what of vLLM's options cannot be kept apart by one."""
+"""The namespace of what this vLLM computes, and what of vLLM's options cannot be kept
+apart by one.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,8 +20,8 @@ from kvire.core.keys import Namespace
 from kvire.core.spec import group_text
 from kvire.models.precision import matmul_precision
 
-# vLLM 0.30 loads what a connector has also for a request that wants the log probabilities of its prompt, and answers
-# with numbers that nobody computed; later ones compute such prompts whole.
+# vLLM 0.30 loads what a connector has also for a request that wants the log probabilities of its
+# prompt, and answers with numbers that nobody computed; later ones compute such prompts whole.
 OLDEST = (0, 31)
 # Formats that read the weights as they lie in the model's folder.
 LOAD_FORMATS = {"auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes"}
@@ -28,7 +30,10 @@ STEADY_ROPES = {None, "default", "linear", "llama3", "yarn", "proportional", "mr
 
 
 def check_options(vllm_config: Any) -> None:
-    """Refuse what this connector cannot serve right. Raises ConfigError or UnsupportedModelError."""
+    """Refuse what this connector cannot serve right.
+
+    Raises ConfigError or UnsupportedModelError.
+    """
     check_version(vllm.__version__)
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     if transfer.kv_role != "kv_both":
@@ -55,7 +60,10 @@ def check_options(vllm_config: Any) -> None:
 
 
 def check_version(version: str) -> None:
-    """Refuse a release before OLDEST; a build from source may call itself anything. Raises ConfigError."""
+    """Refuse a release before OLDEST; a build from source may call itself anything.
+
+    Raises ConfigError.
+    """
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and "dev" not in version and tuple(map(int, numbers.groups())) < OLDEST:
         raise ConfigError(
@@ -64,7 +72,11 @@ def check_version(version: str) -> None:
 
 
 def facts_of(vllm_config: Any, groups: Sequence[Group], layers: Mapping[str, Any], row_bytes: Sequence[int]) -> Facts:
-    """What a worker says of its cache. layers: vLLM's cache tensors by name; row_bytes: of a block, by group."""
+    """What a worker says of its cache.
+
+    layers: vLLM's cache tensors by name;
+    row_bytes: of a block, by group.
+    """
     context = vllm_config.compilation_config.static_forward_context
     kernels, dtypes, texts, devices = set(), set(), [], set()
     for group in groups:
@@ -92,7 +104,10 @@ def facts_of(vllm_config: Any, groups: Sequence[Group], layers: Mapping[str, Any
 
 
 def namespace_of(vllm_config: Any, facts: Sequence[Facts], block_size: int) -> Namespace:
-    """Of a whole engine. facts: of its workers, in order."""
+    """Of a whole engine.
+
+    facts: of its workers, in order.
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     config = model.hf_config
     numerics = [
@@ -137,7 +152,10 @@ def ropes(config: Mapping[str, Any]) -> set[str | None]:
 
 
 def checkpoint(vllm_config: Any) -> Path:
-    """The folder (or GGUF file) that vLLM loaded the model from. Raises UnsupportedModelError if it is not local."""
+    """The folder (or GGUF file) that vLLM loaded the model from.
+
+    Raises UnsupportedModelError if it is not local.
+    """
     model = vllm_config.model_config
     path = Path(model.model)
     if path.exists():

@@ -1,4 +1,6 @@
-"""What the two sides of the connector tell each other; plain values, because vLLM pickles them between processes."""
+"""What the two sides of the connector tell each other; plain values, because vLLM pickles them
+between processes.
+"""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,7 +11,11 @@ from kvire.plan.cost import Speed
 
 
 class Move(NamedTuple):
-    """KV between the store and vLLM. record: of a group's part of a block. place: block id, or row of the CPU tier."""
+    """KV between the store and vLLM.
+
+    record: of a group's part of a block.
+    place: block id, or row of the CPU tier.
+    """
 
     record: BlockRecord
     place: int
@@ -19,7 +25,8 @@ class Move(NamedTuple):
 class LoadOrder:
     """Blocks to bring for a request that waits for them, group by group, in order of the prompt.
 
-    patience_s: what computing them would take, and so the longest that a load under way is waited for.
+    patience_s: what computing them would take, and so the longest that a load under way is waited
+        for.
     """
 
     request_id: str

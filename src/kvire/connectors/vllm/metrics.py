@@ -9,7 +9,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 
 class Meaning(NamedTuple):
-    """label: what a count is divided by, if it is."""
+    """How a count is exported.
+
+    label: that divides the count, if any.
+    """
 
     text: str
     label: str | None = None

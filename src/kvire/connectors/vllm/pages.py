@@ -1,7 +1,9 @@
-"""vLLM's cache of one group as whole blocks: gather the pages of all its layers into one row of bytes, and back.
+"""vLLM's cache of one group as whole blocks: gather the pages of all its layers into one row of
+bytes, and back.
 
-vLLM shows each layer as a tensor [blocks, heads, tokens, content], of any strides. A row is all layers' pages one
-after the other, in the group's order, each as the bytes of a contiguous [heads, tokens, content].
+vLLM shows each layer as a tensor [blocks, heads, tokens, content], of any strides. A row is all
+layers' pages one after the other, in the group's order, each as the bytes of a contiguous [heads,
+tokens, content].
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,10 @@ Rows = npt.NDArray[np.uint8]  # [blocks, row_bytes]
 
 
 def open_pages(layers: Sequence[Any], num_blocks: int) -> "HostPages | DevicePages":
-    """Pages of a group, given vLLM's tensors in order. Raises UnsupportedModelError for what is no attention cache."""
+    """Pages of a group, given vLLM's tensors in order.
+
+    Raises UnsupportedModelError for what is no attention cache.
+    """
     import torch  # noqa: PLC0415 - vLLM has it by now; who only reads this module needs none
 
     views = []
@@ -33,7 +38,10 @@ def open_pages(layers: Sequence[Any], num_blocks: int) -> "HostPages | DevicePag
 
 
 class HostPages:
-    """Of a cache in main memory. Any thread may use it: NumPy copies with one thread, and starts no pool of its own."""
+    """Of a cache in main memory.
+
+    Any thread may use it: NumPy copies with one thread, and starts no pool of its own.
+    """
 
     def __init__(self, views: Sequence[Any]) -> None:
         self._pages: list[npt.NDArray[np.uint8]] = [view.numpy() for view in views]
@@ -58,7 +66,10 @@ class HostPages:
 
 
 class DevicePages:
-    """Of a cache on an accelerator: pages are collected there, and cross in one copy. Both calls wait for it."""
+    """Of a cache on an accelerator: pages are collected there, and cross in one copy.
+
+    Both calls wait for it.
+    """
 
     def __init__(self, views: Sequence[Any]) -> None:
         self._views = views

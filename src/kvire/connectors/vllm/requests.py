@@ -1,4 +1,6 @@
-"""What the scheduler's side knows of one request: the names of its blocks, and what became of them."""
+"""What the scheduler's side knows of one request: the names of its blocks, and what
+became of them.
+"""
 
 from typing import Any
 
@@ -8,7 +10,8 @@ from kvire.store.reuse.look import Found
 
 
 def exclusion(request: Any) -> str | None:
-    """Why nothing is kept or looked up for a vLLM request, in a word for counters; None if it can be.
+    """Why nothing is kept or looked up for a vLLM request, in a word for counters; None if it can
+    be.
 
     A block's name is made of token ids. KV that depends on more than those has no name of its own.
     """
@@ -29,7 +32,8 @@ class Tracked:
     chain: its full blocks, as far as tokens are known.
     done: leading blocks that need no save any more.
     found: what the store had when it was looked up last.
-    choice: what was decided about that, or about asking remote tiers; None if there was nothing to decide.
+    choice: what was decided about that, or about asking remote tiers; None if there was nothing to
+        decide.
     told: whether its lookup was counted.
     loading: a load of what was found was asked for.
     barred: no block from there on is loaded, because that failed; None if it did not.

@@ -1,7 +1,10 @@
-"""The scheduler's side: what of a prompt can be loaded, and which blocks are to be kept. Token ids and keys only.
+"""The scheduler's side: what of a prompt can be loaded, and which blocks are to be kept.
 
-Runs in vLLM's scheduler between two steps. Nothing here touches KV, and nothing waits for a tier: local tiers answer
-from their index, remote ones are asked beside (store/reuse/probe.py) while the request is asked about again.
+Token ids and keys only.
+
+Runs in vLLM's scheduler between two steps. Nothing here touches KV, and nothing waits for a tier:
+local tiers answer from their index, remote ones are asked beside (store/reuse/probe.py) while the
+request is asked about again.
 """
 
 import logging
@@ -38,7 +41,8 @@ class SchedulerSide:
     """Bookkeeping for one engine.
 
     namespace: without salt.
-    workers: that each keep their share of a block; facts: what one of them says of its cache.
+    workers: that each keep their share of a block;
+    facts: what one of them says of its cache.
     probe_s: how long remote tiers have to say what they hold.
     tells: of blocks that come and go, for KV events.
     """
@@ -63,7 +67,8 @@ class SchedulerSide:
         self._offered: OrderedDict[BlockKey, float] = OrderedDict()
 
     def match(self, request: Any, num_computed_tokens: int) -> int | None:
-        """Tokens that can be loaded after the first `num_computed_tokens`, which the device has; None: ask again.
+        """Tokens that can be loaded after the first `num_computed_tokens`, which the device has;
+        None: ask again.
 
         Changes nothing that a second call could notice. At least one token is left to compute.
         """
@@ -88,7 +93,9 @@ class SchedulerSide:
         return 0 if tracked.choice.way is Way.COMPUTE else self._tokens(found)
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
-        """The request has blocks now, and vLLM wants `num_external_tokens` of what was matched loaded into them."""
+        """The request has blocks now, and vLLM wants `num_external_tokens` of what was matched
+        loaded into them.
+        """
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
@@ -119,7 +126,10 @@ class SchedulerSide:
         return kinds
 
     def plan(self, scheduler_output: Any) -> StepPlan:
-        """What the workers have to do in this step. Reads vLLM's SchedulerOutput, changes nothing in it."""
+        """What the workers have to do in this step.
+
+        Reads vLLM's SchedulerOutput, changes nothing in it.
+        """
         plan = StepPlan(self._loads, [], self._used, scheduler_output.total_num_scheduled_tokens == 0)
         self._loads, self._used = [], []
         starts = {}
@@ -167,7 +177,9 @@ class SchedulerSide:
             self._used += tracked.chain.keys[: tracked.done]
 
     def reset(self) -> None:
-        """From now on nothing that was stored before is found: the model may have other weights now."""
+        """From now on nothing that was stored before is found: the model may have other weights
+        now.
+        """
         self._reuse.names.reset()
         self._tracked.clear()
         self._offered.clear()
@@ -250,8 +262,8 @@ class SchedulerSide:
     def _full_blocks(self, tracked: Tracked, stop_tokens: int) -> int:
         """Blocks that are complete after a step that computes up to `stop_tokens`.
 
-        What is beyond the request's tokens does not count: drafts, whose KV is overwritten if they are rejected, and
-        tokens that vLLM has not seen itself when it schedules ahead.
+        What is beyond the request's tokens does not count: drafts, whose KV is overwritten if they
+        are rejected, and tokens that vLLM has not seen itself when it schedules ahead.
         """
         return min(stop_tokens, int(tracked.request.num_tokens)) // self._block_size
 

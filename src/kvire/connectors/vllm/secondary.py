@@ -1,10 +1,12 @@
-"""The store behind vLLM's own CPU tier: a connector and a secondary tier that vLLM loads by name (docs/vllm.md).
+"""The store behind vLLM's own CPU tier: a connector and a secondary tier that vLLM loads by name
+(docs/vllm.md).
 
-vLLM moves KV between the GPU and its CPU tier; KvireTier brings blocks of the CPU tier into the store, and back. Of a
-block vLLM tells a tier a hash, and of the model a name. Neither says which weights and which kernels the KV is of, so
-there is a connector, too: vLLM's own one, which also shows the tier the requests' token ids, what the workers say of
-their caches, and how fast vLLM computes prompts. secondary_tier.py is the tier, secondary_requests.py names and judges
-blocks, secondary_transfers.py has the threads.
+vLLM moves KV between the GPU and its CPU tier; KvireTier brings blocks of the CPU tier into the
+store, and back. Of a block vLLM tells a tier a hash, and of the model a name. Neither says which
+weights and which kernels the KV is of, so there is a connector, too: vLLM's own one, which also
+shows the tier the requests' token ids, what the workers say of their caches, and how fast vLLM
+computes prompts. secondary_tier.py is the tier, secondary_requests.py names and judges blocks,
+secondary_transfers.py has the threads.
 """
 
 from collections.abc import Mapping
@@ -32,7 +34,9 @@ __all__ = ["KvireOffloadingConnector", "KvireTier"]
 
 
 class KvireStep(KVConnectorWorkerMetadata):
-    """What a worker tells the scheduler's side after a step: what vLLM's own connector does, and the step's number."""
+    """What a worker tells the scheduler's side after a step: what vLLM's own connector does, and
+    the step's number.
+    """
 
     def __init__(self, told: KVConnectorWorkerMetadata | None, step: int) -> None:
         self.told = told
@@ -47,8 +51,10 @@ class KvireStep(KVConnectorWorkerMetadata):
 
 
 class KvireOffloadingConnector(OffloadingConnector):
-    """vLLM's offloading connector for a TieringOffloadingSpec with a KvireTier among its secondary_tiers. Raises
-    ConfigError or UnsupportedModelError at start for what the tier cannot serve right.
+    """vLLM's offloading connector for a TieringOffloadingSpec with a KvireTier among its
+    secondary_tiers.
+
+    Raises ConfigError or UnsupportedModelError at start for what the tier cannot serve right.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

@@ -1,7 +1,9 @@
-"""What the tier knows of vLLM's requests: the names of their blocks, and which of them are worth a load.
+"""What the tier knows of vLLM's requests: the names of their blocks, and which of them are worth a
+load.
 
-vLLM names a block for its CPU tier by a hash of its own, which depends on an algorithm, a seed and a process. That hash
-only says here which block of which request is meant; the name in the store is made of the request's token ids.
+vLLM names a block for its CPU tier by a hash of its own, which depends on an algorithm, a seed and
+a process. That hash only says here which block of which request is meant; the name in the store is
+made of the request's token ids.
 """
 
 import logging
@@ -30,7 +32,8 @@ ANSWER_S = 0.25  # what the tiers said of a request's blocks is believed for so 
 class Known:
     """One request.
 
-    first: the first block that vLLM has neither on the device nor in its CPU tier, as far as it said.
+    first: the first block that vLLM has neither on the device nor in its CPU tier, as far as it
+        said.
     found: what tiers hold from there on, and looked_s: when they said so.
     hoped: whether to ask remote tiers; None while there was no need. Decided once.
     choice: whether to load what was found; None while nothing was. Decided once.
@@ -47,8 +50,10 @@ class Known:
 
 
 class Requests:
-    """For vLLM's scheduler thread only. reuse: parts are vLLM's groups, blocks those of its CPU tier. probe: asks
-    remote tiers, if there are any.
+    """For vLLM's scheduler thread only.
+
+    reuse: parts are vLLM's groups, blocks those of its CPU tier.
+    probe: asks remote tiers, if there are any.
     """
 
     def __init__(self, reuse: Reuse, probe: Probe | None) -> None:
@@ -72,7 +77,9 @@ class Requests:
             known.first = device_tokens // self._reuse.block_size
 
     def record(self, key: bytes, context: Any) -> BlockRecord | None:
-        """The block that vLLM means by a key and the request it asks for; None if it is none of ours."""
+        """The block that vLLM means by a key and the request it asks for; None if it is none of
+        ours.
+        """
         known = self._known.get(context.req_id)
         end: int | None = context.get_offload_key_position(key)
         size = self._reuse.block_size
@@ -85,7 +92,9 @@ class Requests:
         return known.chain.record(index, group, self._reuse.parts[group].size_bytes)
 
     def has(self, record: BlockRecord, request_id: str) -> bool | None:
-        """Whether a block of a request is to be loaded, as far as is known; None: ask again later."""
+        """Whether a block of a request is to be loaded, as far as is known; None: ask
+        again later.
+        """
         known = self._known[request_id]
         if record.id in known.failed:
             return False
@@ -104,7 +113,9 @@ class Requests:
         return inf if known is None or known.choice is None else known.choice.compute_s
 
     def failed(self, request_id: str, ids: Sequence[BlockId]) -> None:
-        """Blocks could not be loaded for a request: for this one they are not there, so that it goes on without."""
+        """Blocks could not be loaded for a request: for this one they are not there, so that it
+        goes on without.
+        """
         known = self._known.get(request_id)
         if known is not None:
             known.failed.update(ids)
@@ -120,8 +131,8 @@ class Requests:
             self._reuse.finished(known.chain, len(known.chain.keys), keep=False)
 
     def reset(self) -> None:
-        """From now on nothing that was stored before is found, and nothing kept of requests that began before: the
-        model may have other weights now.
+        """From now on nothing that was stored before is found, and nothing kept of requests that
+        began before: the model may have other weights now.
         """
         for request_id in list(self._known):
             self.finished(request_id)
@@ -153,7 +164,9 @@ class Requests:
         return probe.ask(request_id, known.chain, found)
 
     def _is_worth_it(self, known: Known, found: Found) -> bool:
-        """Whether to load what is stored of a request; decided when some of it is found, and then it stays so."""
+        """Whether to load what is stored of a request; decided when some of it is found, and then
+        it stays so.
+        """
         if found.is_empty:
             return True
         if known.choice is None:

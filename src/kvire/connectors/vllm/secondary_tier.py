@@ -42,10 +42,12 @@ COUNTED = (
 
 
 class KvireTier(SecondaryTierManager):
-    """The store as a secondary tier of vLLM's. options: as in docs/vllm.md; raises ConfigError for wrong ones.
+    """The store as a secondary tier of vLLM's.
 
-    It is of use from `begin` on. After that nothing of the store fails a request: what is missing, damaged, slow or
-    gone is a miss.
+    options: as in docs/vllm.md; raises ConfigError for wrong ones.
+
+    It is of use from `begin` on. After that nothing of the store fails a request: what is missing,
+    damaged, slow or gone is a miss.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -132,8 +134,8 @@ class KvireTier(SecondaryTierManager):
         return [self._result(job) for job in self._transfers.finished()]
 
     def drain_jobs(self) -> None:
-        """Wait for all jobs. vLLM does this when it is told to reset its caches; nothing that was stored before is
-        found any more.
+        """Wait for all jobs. vLLM does this when it is told to reset its caches; nothing that was
+        stored before is found any more.
         """
         self._transfers.drain()
         self._requests.reset()

@@ -1,8 +1,9 @@
-"""Jobs that bring blocks from rows of vLLM's CPU tier into the store, and back, beside vLLM's scheduler.
+"""Jobs that bring blocks from rows of vLLM's CPU tier into the store, and back, beside vLLM's
+scheduler.
 
-vLLM gives a row to nobody else until it was told that the job is over, so every copy to or from a row happens before
-that. A load arrives in memory of ours first: so it can be given up, whatever a disk or a server does, and a row holds
-either a whole verified block or what it held before.
+vLLM gives a row to nobody else until it was told that the job is over, so every copy to or from a
+row happens before that. A load arrives in memory of ours first: so it can be given up, whatever a
+disk or a server does, and a row holds either a whole verified block or what it held before.
 """
 
 import logging
@@ -52,7 +53,9 @@ class Job:
 
 
 class Primary:
-    """vLLM's CPU tier, [chunks, row_bytes], until vLLM takes it away; it cannot while anybody refers to it."""
+    """vLLM's CPU tier, [chunks, row_bytes], until vLLM takes it away; it cannot while anybody
+    refers to it.
+    """
 
     def __init__(self, view: memoryview) -> None:
         self._rows: Rows | None = np.asarray(view).view(np.uint8)
@@ -61,7 +64,9 @@ class Primary:
         self._users = 0
 
     def use(self, copy: Callable[[Rows], T]) -> T | None:
-        """Call `copy` with the rows, which it may not keep; None, and no call, once they are gone."""
+        """Call `copy` with the rows, which it may not keep; None, and no call, once
+        they are gone.
+        """
         with self._condition:
             rows = self._rows
             self._users += rows is not None
@@ -83,7 +88,10 @@ class Primary:
 
 
 class Transfers:
-    """Moves blocks by threads. Its methods are called by vLLM's scheduler thread, and only drain and close wait."""
+    """Moves blocks by threads.
+
+    Its methods are called by vLLM's scheduler thread, and only drain and close wait.
+    """
 
     def __init__(self, store: TieredStore, primary: Primary) -> None:
         self._store = store
@@ -95,7 +103,10 @@ class Transfers:
         self._given_up = threading.Event()  # replaced by each drain
 
     def save(self, job: Job) -> None:
-        """Begin to bring rows into the store. A block that it has, or has no room for on the way there, is left."""
+        """Begin to bring rows into the store.
+
+        A block that it has, or has no room for on the way there, is left.
+        """
         self._submit(self._save_threads, self._save, job)
 
     def load(self, job: Job) -> None:
@@ -115,7 +126,9 @@ class Transfers:
         return [job for job, _ in ended]
 
     def drain(self) -> None:
-        """Wait until every job has ended: those that are being copied well, the others by being given up."""
+        """Wait until every job has ended: those that are being copied well, the others by being
+        given up.
+        """
         self._given_up.set()
         wait([future for _, future in self._running])
         self._given_up = threading.Event()
@@ -125,7 +138,10 @@ class Transfers:
         return self._fetcher.take_counts()
 
     def close(self) -> None:
-        """Give up what is under way; nobody touches a row afterwards. Waits JOIN_S at most for tiers. Idempotent."""
+        """Give up what is under way; nobody touches a row afterwards.
+
+        Waits JOIN_S at most for tiers. Idempotent.
+        """
         self._given_up.set()
         for threads in (self._save_threads, self._load_threads):
             threads.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,6 @@
-"""How fast vLLM computes prompts, from its steps, also where it plans the next one before the last one is done."""
+"""How fast vLLM computes prompts, from its steps, also where it plans the next one before the last
+one is done.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -26,7 +28,10 @@ class Step:
 
 
 class Steps:
-    """For vLLM's scheduler thread only. prefill: is told what was measured."""
+    """For vLLM's scheduler thread only.
+
+    prefill: is told what was measured.
+    """
 
     def __init__(self, prefill: PrefillSpeed, clock: Callable[[], float] = monotonic) -> None:
         self._prefill = prefill
@@ -52,7 +57,10 @@ class Steps:
         return self._number
 
     def ended(self, number: int | None) -> None:
-        """A step has; number: as `planned` said. Its time begins when it was planned, or when the one before ended."""
+        """A step has ended; its time began when it was planned, or when the one before ended.
+
+        number: as `planned` returned it.
+        """
         now = self._clock()
         step = None if number is None else self._under_way.pop(number, None)
         if step is not None:

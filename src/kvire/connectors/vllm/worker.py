@@ -1,9 +1,10 @@
 """The worker's side: KV between vLLM's blocks and the store, as the scheduler's side planned.
 
-Saves are copied out within the step that computed them, so vLLM may do what it likes with the blocks afterwards.
-Loads arrive in memory of ours first, and are copied in by a thread, block by block in order, while vLLM computes for
-others. vLLM gives nobody a block that is being loaded before it was told that the load is over, so a request that is
-cancelled meanwhile costs nothing but time.
+Saves are copied out within the step that computed them, so vLLM may do what it likes with the
+blocks afterwards. Loads arrive in memory of ours first, and are copied in by a thread, block by
+block in order, while vLLM computes for others. vLLM gives nobody a block that is being loaded
+before it was told that the load is over, so a request that is cancelled meanwhile costs nothing but
+time.
 """
 
 import logging
@@ -46,7 +47,11 @@ class Loading:
 
 
 class WorkerSide:
-    """One worker. pages: its cache, by group. part: which share of each block it has, among all workers."""
+    """One worker.
+
+    pages: its cache, by group.
+    part: which share of each block it has, among all workers.
+    """
 
     def __init__(self, store: TieredStore, pages: Sequence[HostPages | DevicePages], part: int = 0) -> None:
         self.store = store
@@ -73,7 +78,10 @@ class WorkerSide:
             self._wait(IDLE_WAIT_S)
 
     def save(self, moves: Sequence[Move]) -> None:
-        """Hand blocks to the store, which copies them and writes later. To be called once they are computed."""
+        """Hand blocks to the store, which copies them and writes later.
+
+        To be called once they are computed.
+        """
         if not moves:
             return
         began = perf_counter()
@@ -91,7 +99,8 @@ class WorkerSide:
             self._outcome.saved += [key for key, kept in saved.items() if kept]
 
     def finished_loads(self, over: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Requests whose loads ended since the last call; and those of them for which something is missing.
+        """Requests whose loads ended since the last call; and those of them for which something is
+        missing.
 
         over: requests that ended meanwhile.
         """

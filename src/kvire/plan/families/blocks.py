@@ -1,4 +1,6 @@
-"""What a family's layers hold beside their projections, in parameters: norms, biases, the feed-forward part."""
+"""What a family's layers hold beside their projections, in parameters: norms, biases, the
+feed-forward part.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,10 +33,13 @@ FeedRule = Callable[[Fields, int], Feed]  # of one layer, by its index
 class ModelBlock:
     """One family's layers beside their projections.
 
-    norms: vectors as wide as the hidden size in a layer that mixes and feeds forward; norm_bias: each has a bias.
+    norms: vectors as wide as the hidden size in a layer that mixes and feeds forward;
+    norm_bias: each has a bias.
     bias, out_bias: on Q, K and V, and on the projection back; None for the same.
-    qk_norm: a norm of Q and one of K: over a "head", over "all" heads, or "" for none; qk_flag switches it.
-    more: further parameters of one layer. beside: those outside the layers, but for embeddings and the last norm.
+    qk_norm: a norm of Q and one of K: over a "head", over "all" heads, or "" for none; qk_flag
+        switches it.
+    more: further parameters of one layer.
+    beside: those outside the layers, but for embeddings and the last norm.
     """
 
     feed: FeedRule
@@ -83,7 +88,10 @@ def on(f: Fields, flag: Flag) -> bool:
 def dense(
     matrices: int = 3, *, bias: Flag = False, width: str = "intermediate_size", widening: int | None = None
 ) -> FeedRule:
-    """Gate, up and down (3), or up and down (2). widening: inner over hidden width where the config does not say."""
+    """Gate, up and down (3), or up and down (2).
+
+    widening: inner over hidden width where the config does not say.
+    """
 
     def feed(f: Fields, _: int) -> Feed:
         hidden = f.whole("hidden_size")
@@ -102,9 +110,13 @@ def gated(f: Fields, width: int) -> int:
 def routed(
     f: Fields, count: str, used: str = "num_experts_per_tok", *, matrices: int = 3, biases: int = 0, router: int = 0
 ) -> Feed:
-    """Router and experts of one layer. biases: of one expert. router: its parameters for each expert, but for a row.
+    """Router and experts of one layer.
 
-    num_local_experts, moe_intermediate_size: what transformers writes, whatever the checkpoint called it.
+    biases: of one expert.
+    router: its parameters for each expert, but for a row.
+
+    num_local_experts, moe_intermediate_size: what transformers writes, whatever the checkpoint
+        called it.
     """
     hidden, inner = f.whole("hidden_size"), f.count("intermediate_size", 0) or None
     each = matrices * hidden * f.alike("moe_intermediate_size", inner) + biases
@@ -120,7 +132,11 @@ def experts(
     is_dense: Callable[[Fields, int], bool] = lambda *_: False,
     router: int = 0,
 ) -> FeedRule:
-    """Routed experts, gated. shared: parameters of those that every token uses. is_dense: layers without experts."""
+    """Routed experts, gated.
+
+    shared: parameters of those that every token uses.
+    is_dense: layers without experts.
+    """
 
     def feed(f: Fields, layer: int) -> Feed:
         if is_dense(f, layer):
@@ -157,7 +173,10 @@ def shared_by_count(field: str) -> Callable[[Fields], int]:
 
 
 def shared_by_width(field: str, *, gate: bool = False) -> Callable[[Fields], int]:
-    """One more expert, so wide, for every token. gate: its output is gated."""
+    """One more expert, so wide, for every token.
+
+    gate: its output is gated.
+    """
 
     def shared(f: Fields) -> int:
         width = f.count(field, 0)
@@ -167,7 +186,9 @@ def shared_by_width(field: str, *, gate: bool = False) -> Callable[[Fields], int
 
 
 def shared_like_dense(f: Fields) -> int:
-    """Hunyuan: experts as wide as a plain feed-forward part, for every token; one, unless the config says more."""
+    """Hunyuan: experts as wide as a plain feed-forward part, for every token; one, unless the
+    config says more.
+    """
     return f.alike("num_shared_expert", 1) * gated(f, f.whole("intermediate_size"))
 
 
@@ -191,13 +212,17 @@ def xielu(*_: object) -> int:
 
 
 def sinks(f: Fields, _: int, mixer: Mixer) -> int:
-    """A number for each head that takes attention off the tokens: in all layers, or (MiMo) in those with a window."""
+    """A number for each head that takes attention off the tokens: in all layers, or (MiMo) in those
+    with a window.
+    """
     there = isinstance(mixer, Attention) and (f.model_type == "gpt_oss" or mixer.window is not None)
     return mixer.heads if there and isinstance(mixer, Attention) else 0
 
 
 def gemma4_feed(f: Fields, layer: int) -> Feed:
-    """A feed-forward part, twice as wide where KV is shared if the config says so, and experts beside it."""
+    """A feed-forward part, twice as wide where KV is shared if the config says so, and experts
+    beside it.
+    """
     shares = layer >= f.layers() - f.count("num_kv_shared_layers", 0)
     times = 2 if f.flag("use_double_wide_mlp") and shares else 1
     own = gated(f, times * f.whole("intermediate_size"))
@@ -232,7 +257,9 @@ def llama4_feed(f: Fields, layer: int) -> Feed:
 
 
 def nemotron_h_feed(f: Fields, layer: int) -> Feed:
-    """One norm, and experts or a plain feed-forward part where the layer is one; squared ReLU, so no gate."""
+    """One norm, and experts or a plain feed-forward part where the layer is one; squared ReLU, so
+    no gate.
+    """
     if f.get("moe_latent_size"):
         raise f.wrong("moe_latent_size", "which is not planned for")
     f.flag("mlp_bias")

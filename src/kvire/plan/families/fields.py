@@ -1,4 +1,6 @@
-"""Reading a config.json: whole numbers that are there, or the class's default; anything else is refused by name."""
+"""Reading a config.json: whole numbers that are there, or the class's default; anything else is
+refused by name.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,7 +10,8 @@ from kvire.core.errors import UnsupportedModelError
 
 MAX_LAYERS = 4096  # far beyond any model; a damaged config must not make us build a list of 10^9
 
-# A field whose name has one of these words may change what is kept. Unread and in use, it stops the plan.
+# A field whose name has one of these words may change what is kept. Unread and in use, it stops the
+# plan.
 _SUSPECT = re.compile(
     r"kv|cache|window|sliding|swa|attn|attention|latent|lora_rank|compress|index|head|layer|state|ssm|conv|mamba|linear"
     r"|share|chunk|nextn|mtp|cross|memory|block|hybrid|recurrent|sparse|global|local|interval|pattern|ratio"
@@ -61,7 +64,10 @@ class Fields:
         return default if value is None else value
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """A whole number above zero. Raises UnsupportedModelError for anything else, or if absent without default."""
+        """A whole number above zero.
+
+        Raises UnsupportedModelError for anything else, or if absent without default.
+        """
         value = self.count(name, default)
         if value == 0:
             raise self.wrong(name, "which should be a whole number above zero")
@@ -79,7 +85,9 @@ class Fields:
         return value
 
     def alike(self, name: str, default: int | None = None) -> int:
-        """The same as `whole` where the config may say it once for each layer; refused where layers differ."""
+        """The same as `whole` where the config may say it once for each layer; refused where layers
+        differ.
+        """
         value = self.get(name)
         if not isinstance(value, list) or not value:
             return self.whole(name, default)
@@ -102,7 +110,9 @@ class Fields:
         return layers
 
     def window(self, name: str = "sliding_window") -> int | None:
-        """Tokens that a sliding layer looks back, itself included; None: the config switches windows off."""
+        """Tokens that a sliding layer looks back, itself included; None: the config switches
+        windows off.
+        """
         value = self.get(name)
         if value in (0, -1) and not isinstance(value, bool):
             raise self.wrong(name, "which is no window: write null where layers see everything")
@@ -111,7 +121,10 @@ class Fields:
         return None if value is None else self.whole(name)
 
     def per_layer(self, name: str, known: Sequence[Any], default: list[Any]) -> list[Any]:
-        """One entry of `known` for each layer. Raises UnsupportedModelError naming an entry that is not known."""
+        """One entry of `known` for each layer.
+
+        Raises UnsupportedModelError naming an entry that is not known.
+        """
         stated = self.get(name)
         if stated is None:
             return default
@@ -133,7 +146,9 @@ class Fields:
         return UnsupportedModelError(f"the config of this {self.model_type} model has {name} {value}, {why}")
 
     def refuse_unread(self) -> None:
-        """Raise UnsupportedModelError if a field that may change what is kept is in use and was not read."""
+        """Raise UnsupportedModelError if a field that may change what is kept is in use and was not
+        read.
+        """
         for name, value in self._stated.items():
             if name in self._read or name in _HARMLESS or _HARMLESS_FORM.search(name) or _NEUTRAL.get(name) == value:
                 continue

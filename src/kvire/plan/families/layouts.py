@@ -1,8 +1,9 @@
-"""From a config's fields to its layers: which see everything, which slide, which share, how wide they are.
+"""From a config's fields to its layers: which see everything, which slide, which share, how wide
+they are.
 
-One function per rule, as the transformers classes apply it (models/*/configuration_*.py and modeling_*.py of 5.24),
-or the published checkpoints' own fields where transformers renames them (hybrid_override_pattern,
-hybrid_layer_pattern). table.py says which family follows which.
+One function per rule, as the transformers classes apply it (models/*/configuration_*.py and
+modeling_*.py of 5.24), or the published checkpoints' own fields where transformers renames them
+(hybrid_override_pattern, hybrid_layer_pattern). table.py says which family follows which.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +21,10 @@ FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked
 
 
 def attention(f: Fields, window: int | None = None) -> Attention:
-    """The usual fields. Heads of KV left out are as many as queries'; a width left out is its share of the hidden."""
+    """The usual fields.
+
+    Heads of KV left out are as many as queries'; a width left out is its share of the hidden.
+    """
     heads = f.whole("num_attention_heads")
     width = hidden_share(f) if f.get("head_dim") is None else f.whole("head_dim")
     return Attention(heads, f.whole("num_key_value_heads", heads), width, width, window)
@@ -46,7 +50,9 @@ def full_if_softmax(f: Fields) -> list[Mixer]:
 
 
 def hunyuan(f: Fields) -> list[Mixer]:
-    """The same, unless what its configs have switches for is in use: KV shared across layers, latents."""
+    """The same, unless what its configs have switches for is in use: KV shared across layers,
+    latents.
+    """
     for switch in ("use_cla", "use_mla"):
         if f.flag(switch):
             raise f.wrong(switch, "so that layers keep KV in a way that is not known here")
@@ -66,14 +72,18 @@ def hunyuan(f: Fields) -> list[Mixer]:
 
 
 def one_head_per_query(f: Fields) -> list[Mixer]:
-    """One K and V per query head, and no width but hidden_size's share: fused QKV of the GPT line."""
+    """One K and V per query head, and no width but hidden_size's share: fused QKV of
+    the GPT line.
+    """
     heads, width = f.whole("num_attention_heads"), hidden_share(f)
     f.get("num_key_value_heads"), f.get("head_dim")  # the classes take no notice
     return [Attention(heads, heads, width, width)] * f.layers()
 
 
 def one_window(f: Fields) -> list[Mixer]:
-    """The attention class gives every layer the config's window, or none, whatever `layer_types` says."""
+    """The attention class gives every layer the config's window, or none, whatever `layer_types`
+    says.
+    """
     return _one_window(f, f.window())
 
 
@@ -94,7 +104,9 @@ def _one_window(f: Fields, window: int | None) -> list[Mixer]:
 
 
 def window_after(f: Fields) -> list[Mixer]:
-    """Qwen: a window counts only with use_sliding_window, and then from layer max_window_layers on."""
+    """Qwen: a window counts only with use_sliding_window, and then from layer
+    max_window_layers on.
+    """
     window, first = _window_in_use(f), f.count("max_window_layers")
     return _by_type(f, lambda i: window is None or i < first, window)
 
@@ -106,7 +118,9 @@ def window_after_always(f: Fields) -> list[Mixer]:
 
 
 def window_before(f: Fields) -> list[Mixer]:
-    """Qwen2-MoE: every other layer slides, up to layer max_window_layers, with use_sliding_window."""
+    """Qwen2-MoE: every other layer slides, up to layer max_window_layers, with
+    use_sliding_window.
+    """
     window, last = _window_in_use(f), f.count("max_window_layers")
     return _by_type(f, lambda i: window is None or i % 2 == 1 or i >= last, window)
 
@@ -118,7 +132,10 @@ def all_or_none(f: Fields) -> list[Mixer]:
 
 
 def full_every(nth: int, *, field: str | None = None, first: bool = False) -> Layout:
-    """Every nth layer sees everything: the last of each nth, or the first. field: overrides nth where it is there."""
+    """Every nth layer sees everything: the last of each nth, or the first.
+
+    field: overrides nth where it is there.
+    """
 
     def layout(f: Fields) -> list[Mixer]:
         every = nth
@@ -142,10 +159,12 @@ def smollm3(f: Fields) -> list[Mixer]:
 
 
 def gemma4(f: Fields) -> list[Mixer]:
-    """Full layers have heads of their own shape; the last num_kv_shared_layers keep nothing and read an earlier layer.
+    """Full layers have heads of their own shape; the last num_kv_shared_layers keep nothing and
+    read an earlier layer.
 
-    A checkpoint says the shape of its full layers in global_head_dim and num_global_key_value_heads; a config
-    that transformers wrote says it again for each of them, in per_layer_config.
+    A checkpoint says the shape of its full layers in global_head_dim and
+    num_global_key_value_heads; a config that transformers wrote says it again for each of them, in
+    per_layer_config.
     """
     layers, shared = f.layers(), f.count("num_kv_shared_layers")
     types = f.per_layer("layer_types", (FULL, SLIDING), [FULL if i % 6 == 5 else SLIDING for i in range(layers)])
@@ -174,7 +193,10 @@ def _gemma4_full(f: Fields, full_layers: set[int]) -> Attention:
 
 
 def _shape_of_full_layers(overrides: Mapping[Any, Any], full_layers: set[int]) -> dict[str, int]:
-    """overrides: by layer, as a number or as digits ("05")."""
+    """Fields that differ in full-attention layers.
+
+    overrides: by layer, as a number or as digits ("05").
+    """
     shapes = {int(layer): dict(fields) for layer, fields in overrides.items() if str(layer).isdigit()}
     shape: dict[str, Any] = next(iter(shapes.values()), {})
     if len(shapes) != len(overrides) or set(shapes) - full_layers or (shape and full_layers - set(shapes)):
@@ -217,7 +239,9 @@ def _latent(f: Fields) -> Latent:
 
 
 def sparse_latent(f: Fields) -> list[Mixer]:
-    """The same, and layers with an indexer keep one more key per token, by which they choose what to attend to."""
+    """The same, and layers with an indexer keep one more key per token, by which they choose what
+    to attend to.
+    """
     layers = f.layers()
     own = f.per_layer("indexer_types", ("full", "shared"), ["full"] * layers)
     if f.count("index_topk_freq", 1) > 1 and f.get("indexer_types") is None:
@@ -246,7 +270,9 @@ def mimo_v2(f: Fields) -> list[Mixer]:
 
 
 def gated_delta_net(f: Fields) -> list[Mixer]:
-    """Qwen3-Next and Qwen3.5: three layers of linear attention, then one of gated full attention."""
+    """Qwen3-Next and Qwen3.5: three layers of linear attention, then one of gated full
+    attention.
+    """
     layers, every = f.layers(), f.whole("full_attention_interval", 4)
     types = f.per_layer(
         "layer_types", (FULL, LINEAR), [FULL if (i + 1) % every == 0 else LINEAR for i in range(layers)]
@@ -261,7 +287,9 @@ def gated_delta_net(f: Fields) -> list[Mixer]:
 
 
 def nemotron_h(f: Fields) -> list[Mixer]:
-    """Each layer is one thing: Mamba-2 (M), attention (*), experts (E) or a plain feed-forward part (-)."""
+    """Each layer is one thing: Mamba-2 (M), attention (*), experts (E) or a plain feed-forward part
+    (-).
+    """
     if f.get("sliding_window"):
         raise f.wrong("sliding_window", "which is not planned for")
     whole = attention(f)
@@ -289,7 +317,9 @@ def _window_in_use(f: Fields) -> int | None:
 
 
 def _by_type(f: Fields, is_full: Callable[[int], bool], window: int | None) -> list[Mixer]:
-    """Layers of `layer_types`, or what the class makes of a config without it; they differ in their window only."""
+    """Layers of `layer_types`, or what the class makes of a config without it; they differ in their
+    window only.
+    """
     types = f.per_layer("layer_types", (FULL, SLIDING), [FULL if is_full(i) else SLIDING for i in range(f.layers())])
     if SLIDING in types and window is None:
         raise UnsupportedModelError(

@@ -1,4 +1,7 @@
-"""What mixes tokens in one layer: attention, latent attention, a recurrent state. Widths, and parameters by formula."""
+"""What mixes tokens in one layer: attention, latent attention, a recurrent state.
+
+Widths, and parameters by formula.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +32,9 @@ class Attention:
 
     @property
     def pair_flops(self) -> int:
-        """Of one query token against one key token, all heads: a product for the score and one for the sum."""
+        """Of one query token against one key token, all heads: a product for the score and one for
+        the sum.
+        """
         return 2 * self.heads * (self.key_width + self.value_width)
 
     @property
@@ -127,7 +132,9 @@ Mixer = Attention | Latent | RecurrentState | None
 
 
 def attention_kinds(mixers: Sequence[Mixer]) -> list[tuple[int, ...]]:
-    """Attention layers that are alike but for keeping, by index; those that see everything before those that slide."""
+    """Attention layers that are alike but for keeping, by index; those that see everything before
+    those that slide.
+    """
     found: dict[tuple[KVGroup, int, int | None], list[int]] = {}
     for layer, mixer in enumerate(mixers):
         if isinstance(mixer, Attention | Latent):

@@ -1,7 +1,8 @@
-"""The families: the rules that each follows, and what its config class fills in for fields left out.
+"""The families: the rules that each follows, and what its config class fills in for fields left
+out.
 
-The defaults are the classes' own (models/*/configuration_*.py of transformers 5.24), so that a config.json that
-leaves a field out gives the same groups as the config object made from it.
+The defaults are the classes' own (models/*/configuration_*.py of transformers 5.24), so that a
+config.json that leaves a field out gives the same groups as the config object made from it.
 """
 
 from collections.abc import Mapping
@@ -32,7 +33,10 @@ class Family:
     runs: bool = True
 
     def fields(self, config: Mapping[str, Any], without: tuple[str, ...] = ()) -> Fields:
-        """A config of this family. without: fields whose defaults do not count."""
+        """A config of this family.
+
+        without: fields whose defaults do not count.
+        """
         defaults = {name: value for name, value in self.defaults.items() if name not in without}
         return Fields(config, str(config.get("model_type")), defaults, self.names)
 
@@ -51,7 +55,10 @@ def _family(
     names: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Family:
-    """kv_heads None: one per query head. head_dim None: hidden over heads. tied: no output matrix of its own."""
+    """kv_heads None: one per query head. head_dim None: hidden over heads.
+
+    tied: no output matrix of its own.
+    """
     defaults = {
         "max_position_embeddings": positions,
         "num_hidden_layers": layers,

@@ -1,4 +1,6 @@
-"""Finding the language model in a config that holds more than one: those of models that read images or sound."""
+"""Finding the language model in a config that holds more than one: those of models that read images
+or sound.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +13,8 @@ INNER = ("thinker_config", "text_config", "language_config", "llm_config")
 # What they leave to the config around them.
 _ABOVE = ("quantization_config", "dtype", "torch_dtype", "tie_word_embeddings")
 
-# The same layers under another name, inside such a model or, in older checkpoints, beside its image part.
+# The same layers under another name, inside such a model or, in older checkpoints, beside its image
+# part.
 ALIASES = {
     "glm4v_text": "glm4",
     "glm4v_moe_text": "glm4_moe",
@@ -51,7 +54,8 @@ LANGUAGE_MODELS = {
 
 
 def language_model(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
-    """The fields of the language model, its model_type a key of FAMILIES, and whether the config holds more than it.
+    """The fields of the language model, its model_type a key of FAMILIES, and whether the config
+    holds more than it.
 
     Raises UnsupportedModelError naming a model_type that is not known.
     """
