@@ -1,10 +1,9 @@
-"""Attention whose every row has the same bits however it was computed: the reference for
-deterministic mode.
+"""Attention with reproducible bits for every row: the reference for deterministic mode.
 
-A row's place in its block, not in the step, decides where it lies in a matrix product; all products
+A row's place in its block, not in the step, decides its place in a matrix product; all products
 have one size, a whole block of queries by a whole block of keys; and blocks are added in ascending
-order. What else the step computes, and in which chunks, then cannot change how a row's numbers are
-rounded.
+order. The rest of the step, and how it is cut into chunks, then cannot change how a row's numbers
+are rounded.
 """
 
 from collections.abc import Callable
@@ -27,7 +26,7 @@ ReadBlock = Callable[[int], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive rows of one sequence whose tokens lie in one block.
+    """Consecutive rows of one sequence whose tokens are in one block.
 
     rows: of the step's T.
     first: position of the first of them.
@@ -87,10 +86,7 @@ class BlockwiseAttention(PortableAttention):
         return self._attend_pieces(plan, query, params, read)
 
     def _read_block(self, plan: StepPlan, layer: int, sequence: int, block: int) -> tuple[Tensor, Tensor]:
-        """float32 [block_size, kv_heads, width].
-
-        Past the context lies whatever the memory held before.
-        """
+        """float32 [block_size, kv_heads, width], uninitialised past the context."""
         size = plan.paged.spec.block_size
         stop = min((block + 1) * size, plan.batch.context_lens[sequence])
         k, v = self._gather(plan, layer, sequence, block * size, stop)

@@ -157,7 +157,7 @@ class NativeAttention(PortableAttention):
         return k, v
 
     def _layer(self, paged: PagedKV, layer: int) -> Any:
-        """The kernels' view of one layer; made once, and dropped with the pool."""
+        """The kernels' view of one layer; made once, and freed with the pool."""
         layers = self._layers.setdefault(paged, {})
         if layer not in layers:
             k, v = paged.k(layer), paged.v(layer)
@@ -215,12 +215,12 @@ class DeterministicNativeAttention(NativeAttention):
 
 
 def best_attention(kind: str = "auto", *, deterministic: bool = False, kv_dtype: str = "float32") -> PortableAttention:
-    """The backend named `kind`: "native", "portable", or "auto", native where it can be had.
+    """The backend named `kind`: "native", "portable", or "auto", native where available.
 
-    deterministic: the one of that kind whose rows have the same bits in whatever step they are
+    deterministic: the backend of that kind whose rows have the same bits in whatever step they are
         computed.
 
-    Raises ConfigError for another name, and for "native" where the kernels were not built or do not
+    Raises ConfigError for another name, and for "native" if the kernels were not built or do not
     know the dtype.
     """
     knows_dtype = KV_DTYPES[kv_dtype].kernel_code is not None

@@ -1,9 +1,9 @@
 """How unmodified transformers classes run over the paged cache.
 
 A model's attention layer calls `cache.update(K, V, layer)`, then the attention function registered
-under ATTENTION_NAME. Both need the step's plan; it lies on the PagedCache, which every attention
-module of its model carries as an attribute. Nothing is global: two engines in one process have two
-models, and so two caches.
+under ATTENTION_NAME. Both need the step's plan. The PagedCache holds it, and every attention module
+of its model has the PagedCache as an attribute. Nothing is global: two engines in one process have
+two models, and so two caches.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ CACHE_ATTRIBUTE = "kvire_cache"
 
 
 class PagedCache:
-    """What a transformers model sees as its cache: writes into the pool, attends over it."""
+    """The cache of a transformers model: writes into the pool, attends over it."""
 
     is_compileable = False
 
@@ -49,7 +49,7 @@ class PagedCache:
         model.set_attn_implementation(ATTENTION_NAME)
 
     def begin(self, batch: Batch, rows: Tensor | None = None) -> None:
-        """Prepare one step: what all layers share is worked out once.
+        """Prepare one step: compute the shared input of all layers once.
 
         rows: int64 [T], which rows of the model's input are the batch's; the others are padding,
             neither written nor attended. None: all of them, in order.
@@ -100,8 +100,7 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def kv_sources(modules: list[nn.Module]) -> dict[int, int]:
-    """Layer -> the layer whose KV it attends over, which is its own unless the model says
-    otherwise.
+    """Layer -> the layer whose KV it attends over, its own unless the model says otherwise.
 
     A layer that shares KV, as Gemma 4's last ones do, gets the last layer of its kind that keeps
     any: the class hands it that layer's K and V of the step, and the pool has the rest.
@@ -140,7 +139,7 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 class PagedModel:
     """A transformers model bound to a PagedCache: batch in, logits out.
 
-    The model's weights lie on the pool's device; batches and logits are on the CPU.
+    The model's weights are on the pool's device; batches and logits are on the CPU.
     """
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache) -> None:

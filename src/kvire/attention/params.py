@@ -1,4 +1,4 @@
-"""What one layer's attention is, besides its queries and KV."""
+"""Parameters of one layer's attention, besides its queries and KV."""
 
 from dataclasses import dataclass
 

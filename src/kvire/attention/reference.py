@@ -38,7 +38,9 @@ class Tile:
 
 
 class StepPlan:
-    """What the layers of one step share: who reads which blocks, computed at first use and kept."""
+    """State shared by the layers of one step: which rows read which blocks, computed at first
+    use.
+    """
 
     def __init__(self, paged: PagedKV, batch: Batch) -> None:
         self.paged = paged
@@ -82,8 +84,9 @@ class StepPlan:
 
 
 def causal_mask(first: int, start: int, stop: int, window: int | None, device: torch.device) -> Tensor:
-    """float32 [stop - first, stop - start]: 0 where the query at a position sees the key at
-    another, else -inf.
+    """float32 [stop - first, stop - start].
+
+    0 if the query at a position sees the key at another, else -inf.
     """
     query = torch.arange(first, stop, device=device)[:, None]
     key = torch.arange(start, stop, device=device)[None, :]
@@ -165,10 +168,10 @@ class PortableAttention:
 
 
 def attend_dense(query: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
-    """query: [n, query_heads, dk], k: [L, kv_heads, dk], v: [L, kv_heads, dv], mask: [n, L] -> [n,
-    query_heads, dv].
+    """Attention in float32, returned in the query's dtype.
 
-    Computed in float32, returned in the query's dtype.
+    query: [n, query_heads, dk], k: [L, kv_heads, dk], v: [L, kv_heads, dv], mask: [n, L]
+    -> [n, query_heads, dv].
     """
     q, k, v = (x.float().transpose(0, 1) for x in (query, k, v))
     if params.softcap is None and params.sinks is None:
@@ -182,7 +185,9 @@ def attend_dense(query: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, param
 
 
 def _attend_by_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
-    """Heads first. Scores in the open, for what SDPA cannot do: softcap and sinks."""
+    """Attention with explicit scores, heads first, for features that SDPA lacks: softcap and
+    sinks.
+    """
     groups = q.shape[0] // k.shape[0]
     grouped = q.reshape(k.shape[0], groups, *q.shape[1:])
     scores = torch.matmul(grouped, k.transpose(1, 2)[:, None]) * params.scale

@@ -1,10 +1,9 @@
-"""Deterministic mode: every forward pass has exactly block_size rows, and a token's row is its
-place in its block.
+"""Deterministic mode: every forward pass has exactly block_size rows, each token in a fixed one.
 
-A matrix product rounds differently for different row counts, and a row's bits may depend on which
-row it is; they do not depend on what the other rows hold. With both fixed, a token's KV and logits
-are the same bits whether it comes alone or in company, in a prompt or as the next token of an
-answer.
+A token's row is its place in its block. A matrix product rounds differently for different row
+counts, and a row's bits may depend on its number; they do not depend on the contents of the other
+rows. With both fixed, a token's KV and logits are the same bits whether it is computed alone or in
+a batch, in a prompt or as the next token of an answer.
 """
 
 from dataclasses import replace
@@ -72,8 +71,9 @@ class TiledModel:
 
 
 def pack_tiles(pieces: list[Piece], tile_rows: int) -> list[list[Piece]]:
-    """Pieces that run together: no two need the same row, and a sequence's earlier pieces come in
-    earlier tiles.
+    """Pieces that run together, one list per tile.
+
+    No two of a tile need the same row, and a sequence's earlier pieces are in earlier tiles.
     """
     tiles: list[list[Piece]] = []
     taken: list[int] = []  # per tile, a bit for each row
@@ -93,7 +93,7 @@ def pack_tiles(pieces: list[Piece], tile_rows: int) -> list[list[Piece]]:
 
 
 def only(batch: Batch, pieces: list[Piece]) -> Batch:
-    """The batch of some pieces, one per sequence; nobody's logits are wanted."""
+    """The batch of some pieces, one per sequence; no logits are wanted."""
     pieces = sorted(pieces, key=lambda piece: piece.count != 1)
     rows = torch.cat([torch.arange(piece.rows.start, piece.rows.stop) for piece in pieces])
     sequences = [piece.sequence for piece in pieces]

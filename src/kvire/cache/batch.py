@@ -1,4 +1,4 @@
-"""What one step computes, as plain tensors: several sequences packed one after the other."""
+"""The input of one step, as plain tensors: several sequences packed one after the other."""
 
 from dataclasses import dataclass
 

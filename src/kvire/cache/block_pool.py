@@ -1,13 +1,13 @@
-"""Who owns which block of one group: allocation, sharing, and the index of remembered prefixes.
+"""Allocation and sharing of one group's blocks, and the index of remembered prefixes.
 
 A block is in one of three states: leased (ref_count > 0), remembered (free, but its KV is in the
 index and can be leased again), or blank. The pool hands out blank blocks first, then evicts the
-remembered one that was used longest ago; since a lease gives its blocks back last one first, a leaf
-always goes before its parent.
+least recently used remembered one; since a lease releases its last block first, a leaf is always
+evicted before its parent.
 
 The index is closed under prefixes: a key is in it only if its parent is, or if it starts a
-sequence. So a hit never has a hole, and evicting a block forgets whatever hangs below it. (Groups
-that look back over a window only need less: window_pool.py.)
+sequence. So a hit never has a hole, and evicting a block also forgets its descendants. (Groups that
+look back over a window only need less: window_pool.py.)
 
 A sequence's last block is often not full. It is remembered as well, as a tail: found by its tokens,
 below its parent, and copied rather than shared.
@@ -45,7 +45,7 @@ class Block:
 class Lease:
     """Blocks held by one owner, in token order; released exactly once, as a context or by hand.
 
-    blocks: None stands for one that was given back because no later token looks at it.
+    blocks: None stands for one already released because no later token looks at it.
     """
 
     def __init__(self, pool: "BlockPool", blocks: list[Block | None]) -> None:
@@ -64,15 +64,14 @@ class Lease:
 
     @property
     def block_ids(self) -> list[int]:
-        """The block table; 0 where a block was given back."""
+        """The block table; 0 for released blocks."""
         return [block.id if block else 0 for block in self.blocks]
 
     def give_back(self, count: int) -> None:
         """Release the first `count` blocks, as far as they are still held; the others keep their
         places.
 
-        If they are remembered, it is as the first to be evicted: few prompts end in the middle of
-        another.
+        Remembered ones become the first to be evicted: few prompts end in the middle of another.
         """
         for index in range(min(count, len(self.blocks)) - 1, -1, -1):
             if (block := self.blocks[index]) is None:
@@ -81,9 +80,7 @@ class Lease:
             self._pool._unref(block, evict_first=True)
 
     def skip_to(self, index: int) -> None:
-        """The next block to come is block `index`: give back what is held, and hold nothing in
-        between.
-        """
+        """Continue at block `index`: release all held blocks, and hold none in between."""
         assert index >= len(self.blocks)
         self.give_back(len(self.blocks))
         self.blocks += [None] * (index - len(self.blocks))
@@ -163,15 +160,15 @@ class BlockPool:
         return key in self._index
 
     def was_evicted(self, key: BlockKey) -> bool:
-        """Whether `key` was in the index not long ago and had to make room."""
+        """Whether `key` was in the index recently and was evicted."""
         return key in self._evicted
 
     def relatives(self, parent: BlockKey, token_ids: Sequence[int]) -> list[tuple[int, Block]]:
         """Blocks below `parent` that begin like `token_ids`, with the number of tokens shared, most
         first.
 
-        Knows those that hold all of `token_ids`, or end within them, however many there are; of the
-        others it looks at the COMPARED_CHILDREN newest. Changes nothing.
+        Finds all blocks that hold all of `token_ids`, or end within them; of the others it compares
+        the COMPARED_CHILDREN newest. Changes nothing.
         """
         children = self._children.get(parent)
         if not children:
@@ -197,15 +194,16 @@ class BlockPool:
             self._remembered.move_to_end(block.id)
 
     def touch_chain(self, keys: Sequence[BlockKey]) -> None:
-        """A sequence with these blocks, or twins of them, is done: its last block goes first, as in
-        a release.
+        """A sequence with these blocks, or twins of them, is done.
+
+        Its last block becomes the first of them to be evicted, as after a release.
         """
         for key in reversed(keys):
             if (block := self._index.get(key)) is not None:
                 self.touch(block)
 
     def try_allocate(self, count: int) -> Lease | None:
-        """`count` blocks with unknown content, or None and no change if so many are not free."""
+        """`count` blocks with undefined content, or None and no change if fewer are free."""
         if count > self.num_free:
             return None
         blocks: list[Block | None] = []
@@ -216,13 +214,12 @@ class BlockPool:
         return Lease(self, blocks)
 
     def publish(self, block: Block, key: BlockKey, parent: BlockKey, root: BlockKey, token_ids: Sequence[int]) -> bool:
-        """Put a leased block into the index, all of whose `token_ids` are computed; True if they
-        can be found now.
+        """Put a leased block into the index, all of whose `token_ids` are computed.
 
-        If the same tokens are there already, the first block stays: others may hold it. False if
-        the key stands for other tokens (a collision, counted) or the parent is not in the index:
-        then nothing that follows may be published either, for it would be found as the continuation
-        of something else, or not at all.
+        Returns True if they can be found now. If the same tokens are there already, the first block
+        stays: others may hold it. False if the key stands for other tokens (a collision, counted)
+        or the parent is not in the index: then no later block may be published either, for it would
+        be found as the continuation of something else, or not at all.
         """
         assert block.ref_count > 0 and 0 < len(token_ids) <= self.block_size
         if block.key is not None:
@@ -252,7 +249,7 @@ class BlockPool:
         return next((block for shared, block in self.relatives(parent, tail) if shared == len(tail)), None)
 
     def _drop_shorter_tails(self, parent: BlockKey, token_ids: Sequence[int]) -> None:
-        """A tail that a longer block continues has nothing of its own left."""
+        """Drop tails that a longer block continues: they hold nothing of their own."""
         children = self._children.get(parent)
         for count in range(1, len(token_ids)) if children else ():
             key = block_key(parent, token_ids[:count])
@@ -261,7 +258,7 @@ class BlockPool:
                 self._unindex(key)
 
     def fork(self, lease: Lease) -> Lease:
-        """A second owner of the same blocks; whoever writes into one of them copies it first."""
+        """A second owner of the same blocks; a writer copies a shared block first."""
         assert not lease.released
         for block in lease.blocks:
             if block is not None:
@@ -296,8 +293,9 @@ class BlockPool:
         return block.id, own.id
 
     def swap(self, lease: Lease, index: int) -> Lease | None:
-        """Give `lease` a blank block at `index`; the old one as a lease of its own, or None if no
-        block is free.
+        """Give `lease` a blank block at `index`; returns the old one as a lease of its own.
+
+        None if no block is free.
         """
         old = lease.blocks[index]
         assert old is not None and old.key is None and old.ref_count == 1, "only a block that nobody else knows"
@@ -307,10 +305,7 @@ class BlockPool:
         return fresh
 
     def forget(self, key: BlockKey) -> int:
-        """Take a block and all below it out of the index; how many.
-
-        Leased ones stay with their owners.
-        """
+        """Remove a block and its descendants from the index; returns how many blocks."""
         if key not in self._index:
             return 0
         family = self._with_descendants(key)
@@ -319,7 +314,7 @@ class BlockPool:
         return len(family)
 
     def clear(self) -> int:
-        """Forget every prefix; how many blocks that were."""
+        """Forget every prefix; returns how many blocks."""
         before = len(self._index)
         for key in list(self._index):
             self.forget(key)

@@ -28,10 +28,10 @@ class GroupedLease:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hit:
-    """What is remembered of a prompt.
+    """Remembered part of a prompt.
 
     full_blocks: leading blocks that `lease` shares.
-    partial_tokens: so many more tokens can be copied from the blocks `sources`, one per group.
+    partial_tokens: further tokens that can be copied from the blocks `sources`, one per group.
     """
 
     lease: GroupedLease
@@ -43,7 +43,7 @@ class Hit:
 class GroupedPool:
     """One pool per group, used in step. All methods belong to one thread; none of them waits.
 
-    num_blocks: of each group. Groups with a window need fewer: they hold what the window touches.
+    num_blocks: of each group. Groups with a window need fewer: only the blocks of the window.
     """
 
     def __init__(self, groups: Sequence[KVGroup], num_blocks: Sequence[int], block_size: int) -> None:
@@ -101,9 +101,9 @@ class GroupedPool:
     def match(
         self, root: BlockKey, keys: Sequence[BlockKey], token_ids: Sequence[int], *, partial_tokens: int = 0
     ) -> Hit:
-        """Lease what every group remembers of `token_ids`, whose full blocks have `keys`.
+        """Lease the part of `token_ids`, whose full blocks have `keys`, that every group remembers.
 
-        partial_tokens: beyond full blocks, look for so many more tokens of the next one.
+        partial_tokens: beyond full blocks, look for that many more tokens of the next one.
         """
         count = self.match_length(root, keys, token_ids)
         lease = GroupedLease([pool.match(root, keys[:count], token_ids) for pool in self.pools])
@@ -114,7 +114,7 @@ class GroupedPool:
         return Hit(lease, count, min(shared, partial_tokens), sources)
 
     def reach(self, root: BlockKey, keys: Sequence[BlockKey], token_ids: Sequence[int]) -> int:
-        """Leading blocks that are remembered, if windows are left aside. Changes nothing."""
+        """Leading remembered blocks, ignoring windows. Changes nothing."""
         return self._by_reach[0].match_length(root, keys, token_ids)
 
     def _relative(self, parent: BlockKey, token_ids: Sequence[int]) -> tuple[int, tuple[int, ...]]:
@@ -132,7 +132,7 @@ class GroupedPool:
 
     @property
     def has_windows(self) -> bool:
-        """Whether some group holds only what a window touches."""
+        """Whether some group holds only the blocks of a window."""
         return any(isinstance(pool, WindowPool) for pool in self.pools)
 
     def first_needed(self, group: int, position: int) -> int:
@@ -155,9 +155,11 @@ class GroupedPool:
 
         Window groups get blocks for those only, and keep room for a window.
 
-        spare: per group, blocks that are to stay free if it gives any.
-        loaded: the next token to be computed, if what comes before will be loaded; window groups
-            then skip what it does not look at. False, and no change, if that cannot be had.
+        spare: per group, blocks that must stay free when blocks are allocated.
+        loaded: the next token to be computed, if everything before it will be loaded; window groups
+            then skip the blocks it does not look at.
+
+        False, and no change, if there are not enough blocks.
         """
         counts, firsts = [], []
         for g, (pool, part) in enumerate(zip(self.pools, lease.leases, strict=True)):
@@ -179,8 +181,8 @@ class GroupedPool:
         return True
 
     def still_to_come(self, lease: GroupedLease, num_computed: int, num_tokens: int) -> list[int]:
-        """Per group, blocks that a sequence of `num_tokens` tokens will take before it gives any
-        back, and one more.
+        """Per group, blocks that a sequence of `num_tokens` tokens takes before its first release,
+        plus one.
         """
         counts = []
         for pool, part in zip(self.pools, lease.leases, strict=True):
@@ -198,7 +200,7 @@ class GroupedPool:
             pool.touch_chain(keys[first:])
 
     def give_back(self, lease: GroupedLease, num_computed: int) -> None:
-        """Release what no token from position `num_computed` on looks at."""
+        """Release blocks that no token from position `num_computed` on looks at."""
         for pool, part in zip(self.pools, lease.leases, strict=True):
             if isinstance(pool, WindowPool):
                 part.give_back(pool.first_needed(num_computed))
@@ -206,11 +208,10 @@ class GroupedPool:
     def publish(
         self, lease: GroupedLease, index: int, key: BlockKey, parent: BlockKey, root: BlockKey, token_ids: Sequence[int]
     ) -> bool:
-        """Put block `index` of `lease` into the index of every group that has it; whether it can be
-        found in all.
+        """Put block `index` of `lease` into the index of every group that has it.
 
-        Without it is a group with a window that was loaded no further back than it reaches. See
-        BlockPool.publish.
+        Returns whether it can be found in all groups. A window group loaded no further back than
+        its reach does not have it. See BlockPool.publish.
         """
         found = True
         for pool, part in zip(self.pools, lease.leases, strict=True):
@@ -240,8 +241,10 @@ class GroupedPool:
         return copies
 
     def swap(self, lease: GroupedLease, index: int) -> GroupedLease | None:
-        """Blank blocks at `index` in every group, the old ones as a lease of their own; None if
-        there are none.
+        """Replace the blocks at `index` by blank ones in every group; returns the old ones as a
+        lease.
+
+        None if no blocks are free.
         """
         if not all(pool.num_free for pool in self.pools):
             return None
@@ -249,7 +252,7 @@ class GroupedPool:
         return GroupedLease([old for old in olds if old is not None])
 
     def was_evicted(self, key: BlockKey) -> bool:
-        """Whether `key` had to make room, in any group, not long ago."""
+        """Whether `key` was evicted recently, in any group."""
         return any(pool.was_evicted(key) for pool in self.pools)
 
     def closest(self, parent: BlockKey, token_ids: Sequence[int]) -> int:
@@ -259,11 +262,11 @@ class GroupedPool:
         return next((shared for shared, _ in self.pools[0].relatives(parent, token_ids)), 0)
 
     def forget(self, key: BlockKey) -> int:
-        """Take a block and all below it out of every group's index; how many blocks that were."""
+        """Remove a block and its descendants from every group's index; returns how many blocks."""
         return sum(pool.forget(key) for pool in self.pools)
 
     def clear(self) -> int:
-        """Forget every prefix; how many blocks that were."""
+        """Forget every prefix; returns how many blocks."""
         return sum(pool.clear() for pool in self.pools)
 
     def check(self) -> None:

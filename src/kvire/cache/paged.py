@@ -1,4 +1,4 @@
-"""Where the bytes of blocks lie: one slab per block and group, all its layers contiguous.
+"""Memory layout of blocks: one slab per block and group, all its layers contiguous.
 
 A slab is [layer][K: token, head, key_width | V: token, head, value_width], so that moving a block
 anywhere is one copy. Attention reads one layer of many slabs through strided views. In a pool of a
@@ -20,11 +20,11 @@ CPU = torch.device("cpu")
 
 
 class PagedKV:
-    """The K and V of `num_blocks` blocks in every group of `spec`, or of so many in each.
+    """The K and V of `num_blocks` blocks in every group of `spec`, or one count per group.
 
     k(layer): [num_blocks, block_size, kv_heads, key_width] and v(layer) alike with value_width:
-    views of the slabs, in the pool's dtype, on `device`. Where that is scaled, k_scales(layer) and
-    v_scales(layer) say what one step of each row is worth. Blocks start out uninitialised.
+    views of the slabs, in the pool's dtype, on `device`. In a scaled dtype, k_scales(layer) and
+    v_scales(layer) hold the step size of each row. Blocks start out uninitialised.
     """
 
     def __init__(self, spec: KVSpec, num_blocks: int | Sequence[int], device: torch.device = CPU) -> None:
@@ -60,9 +60,7 @@ class PagedKV:
                         start = stop
 
     def close(self) -> None:
-        """Give the memory back now, not when the garbage collector finds the cycle of model and
-        cache.
-        """
+        """Free the memory now, before the garbage collector finds the cycle of model and cache."""
         self.slabs.clear()
         self._k.clear()
         self._v.clear()
@@ -108,8 +106,9 @@ class PagedKV:
         return x.to(self.dtype).to(x.dtype)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """k: [T, kv_heads, key_width], v: [T, kv_heads, value_width], slots: [T] int64; rounds to
-        the pool's dtype.
+        """k: [T, kv_heads, key_width], v: [T, kv_heads, value_width], slots: [T] int64.
+
+        Rounds to the pool's dtype.
         """
         keys, values = self._k[layer], self._v[layer]
         assert k.shape == (slots.numel(), *keys.shape[2:]), (k.shape, keys.shape)
@@ -121,7 +120,7 @@ class PagedKV:
     def gather(self, layer: int, block_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """First `length` tokens of the blocks: k [length, kv_heads, key_width], v alike.
 
-        In the pool's dtype; what a scaled dtype stands for in float32.
+        In the pool's dtype; dequantised to float32 from a scaled dtype.
         """
         k = _load(self._k[layer], self.k_scales(layer), block_ids, length)
         v = _load(self._v[layer], self.v_scales(layer), block_ids, length)
@@ -157,7 +156,7 @@ def _storage(size_bytes: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def _huge_page_storage(size_bytes: int, dtype: torch.dtype) -> Tensor:
-    """Memory that the kernel backs with huge pages where it can, and only once it is touched.
+    """Memory backed by huge pages where the kernel can, allocated on first touch.
 
     Decode reads cross fewer TLB entries: 25 GB/s became 29 at 4,096 tokens of SmolLM2
     (bench/decode_attention.py).

@@ -8,8 +8,8 @@ def quantise(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor
     """x: float [..., width] -> `dtype` [..., width] and float32 scales [...]; x is about number *
     scale.
 
-    scale = max |x| / the largest number of dtype. To integers ties round to even, and x is off by
-    scale / 2 at most. A row in which a number is not finite has a scale that is not, and so comes
+    scale = max |x| / the largest number of dtype. To integers, ties round to even, and the error of
+    x is at most scale / 2. A row with a non-finite number gets a non-finite scale, and so is read
     back as nan: it must not look like numbers.
     """
     x = x.float()

@@ -1,7 +1,6 @@
 """Host memory to device memory and back: the batch of every step, and blocks by their ids.
 
-Both go through pinned memory where there is a GPU, because only from there copies run beside
-everything else.
+On a GPU both use pinned memory, the only kind whose copies overlap with other work.
 """
 
 from collections.abc import Sequence
@@ -25,9 +24,7 @@ class BatchStaging:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def to_device(self, batch: Batch) -> Batch:
-        """The same batch with every tensor on the device; what is a list on the host stays
-        there.
-        """
+        """The same batch with every tensor on the device; lists stay on the host."""
         found = {f.name: getattr(batch, f.name) for f in fields(batch)}
         tensors = [x for value in found.values() for x in _tensors(value)]
         moved = iter(self._move(tensors))
@@ -61,11 +58,12 @@ class BatchStaging:
 
 
 class BlockCopies:
-    """Copies blocks of one group's slabs to a host buffer and back, beside whatever the device
-    computes.
+    """Copies blocks of one group's slabs to a host buffer and back, overlapping with computation.
 
-    slabs: [num_blocks, elements]. A buffer from `host_blocks` is pinned; other host memory works,
-        but the host waits for its copies. Copies run in the order they were asked for.
+    slabs: [num_blocks, elements].
+
+    A buffer from `host_blocks` is pinned; other host memory works, but the host waits for its
+    copies. Copies run in the order of the calls.
     """
 
     def __init__(self, slabs: Tensor) -> None:
@@ -79,16 +77,18 @@ class BlockCopies:
         return _host_buffer(size_bytes, self.slabs.device).view(self.slabs.dtype).view(count, -1)
 
     def copy_out(self, block_ids: Sequence[int], host: Tensor) -> "Copy":
-        """Blocks into host[i], as everything asked of the device so far leaves them.
+        """Copy blocks into host[i], after all device work queued so far.
 
-        Nobody may write into them before the copy is done.
+        They must not be written before the copy is done.
         """
         with torch.cuda.stream(self._begin()):
             host.copy_(self.slabs.index_select(0, self._ids(block_ids)), non_blocking=True)
             return Copy(self._stream)
 
     def copy_in(self, host: Tensor, block_ids: Sequence[int]) -> "Copy":
-        """host[i] into the blocks; nobody may read or write them before the copy is done."""
+        """Copy host[i] into the blocks; they must not be read or written before the copy is
+        done.
+        """
         with torch.cuda.stream(self._begin()):
             blocks = torch.empty(host.shape, dtype=host.dtype, device=self.slabs.device)
             blocks.copy_(host, non_blocking=True)
@@ -106,7 +106,7 @@ class BlockCopies:
 
 
 class Copy:
-    """A copy that may still be under way; on the CPU it is done when it is made."""
+    """A copy that may still be in progress; on the CPU it is done when it is made."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._event = stream.record_event() if stream is not None else None

@@ -1,8 +1,8 @@
 """Blocks of a group whose layers look back over a window of tokens only.
 
-A sequence gives back the blocks behind its window while it runs, and a hit needs only the blocks
-that the window before its end touches. So the index is not closed under prefixes: blocks come and
-go one by one.
+A sequence releases the blocks behind its window while it runs, and a hit needs only the blocks of
+the window before its end. So the index is not closed under prefixes: blocks are added and removed
+one by one.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class WindowPool(BlockPool):
         return self._lease(keys, self.first_needed(len(keys) * self.block_size))
 
     def _can_follow(self, parent: BlockKey, root: BlockKey) -> bool:
-        """Parents may have gone before."""
+        """Parents may have been evicted before."""
         del parent, root
         return True
 

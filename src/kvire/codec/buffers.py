@@ -8,7 +8,7 @@ ALIGNMENT_BYTES = 64  # copies between addresses that are aligned alike take a q
 
 
 def aligned_buffer(size_bytes: int) -> memoryview:
-    """Writable memory with anything in it, from a multiple of ALIGNMENT_BYTES on."""
+    """Writable, uninitialised memory, aligned to ALIGNMENT_BYTES."""
     memory = np.empty(size_bytes + ALIGNMENT_BYTES, dtype=np.uint8)
     start = -memory.ctypes.data % ALIGNMENT_BYTES
     return memory.data[start : start + size_bytes]

@@ -1,8 +1,8 @@
 """Checksums, and copies with checksums, of many buffers at once.
 
 With the compiled kernels a whole list takes one call outside the interpreter's lock: between single
-blocks, threads would spend more time on taking that lock from each other than on the work. Without
-them the results are the same.
+blocks, threads would spend more time contending for that lock than working. Without them the
+results are the same.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,8 +25,9 @@ def checksums(pieces: Sequence[tuple[bytes, BytesLike]]) -> list[bytes]:
 
 
 def copied_checksums(pieces: Sequence[tuple[bytes, memoryview, memoryview]]) -> list[bytes]:
-    """As `checksums`, of each (head, source, target): source is copied to target, of equal length,
-    and the copy is what is hashed.
+    """As `checksums`, of each (head, source, target), copying source to target.
+
+    Both have equal length; the hash is that of the copy.
     """
     native = native_module()
     if native is not None and _fit(pieces):

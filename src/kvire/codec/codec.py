@@ -1,4 +1,4 @@
-"""The protocol of a codec, and the codecs there are: one per file of the folder codecs.
+"""The protocol of a codec, and the known codecs: one per file of the folder codecs.
 
 A new one is a file there with a class called CODEC, and a line for its id in docs/format.md.
 """
@@ -27,8 +27,8 @@ class Codec(Protocol):
 
     @classmethod
     def for_tier(cls, kv_dtype: str, bytes_per_s: float) -> Self | None:
-        """The codec as it pays for KV of this dtype in a tier of this bandwidth; None where it does
-        not pay.
+        """The codec set up for KV of this dtype and a tier of this bandwidth; None if it does not
+        pay.
         """
 
     def encode(self, kv: memoryview) -> BytesLike | None:
@@ -39,7 +39,7 @@ class Codec(Protocol):
         """Fill `out` with exactly the KV that was encoded; allocates less than len(out).
 
         Raises FrameDamaged("codec") for a payload that is no encoding of len(out) bytes,
-        FrameForeign("codec") where a package that it takes is not installed.
+        FrameForeign("codec") if a package that it needs is not installed.
         """
 
 
@@ -51,7 +51,7 @@ class Raw:
 
     @classmethod
     def for_tier(cls, kv_dtype: str, bytes_per_s: float) -> Self | None:  # noqa: ARG003 - it saves nothing anywhere
-        """None: it is what remains."""
+        """None: raw is the fallback."""
         return None
 
     def encode(self, kv: memoryview) -> BytesLike | None:
@@ -69,7 +69,7 @@ RAW: Codec = Raw()
 
 @cache
 def codecs() -> dict[int, type[Codec]]:
-    """All by id. Two with one id are an error of ours."""
+    """All codecs by id. Two with one id are a bug of ours."""
     found: list[type[Codec]] = [Raw, *parts(FOLDER, "CODEC")]
     by_id = {codec.id: codec for codec in found}
     assert len(by_id) == len(found) and all(0 <= known <= MAX_ID for known in by_id), (
@@ -79,6 +79,6 @@ def codecs() -> dict[int, type[Codec]]:
 
 
 def choose(kv_dtype: str, bytes_per_s: float) -> Codec:
-    """The codec with which a tier of this bandwidth gives back KV of this dtype soonest."""
+    """The codec with the shortest time to read KV of this dtype from a tier of this bandwidth."""
     paying = (codec.for_tier(kv_dtype, bytes_per_s) for codec in codecs().values())
     return next((codec for codec in paying if codec is not None), RAW)

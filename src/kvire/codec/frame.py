@@ -1,9 +1,8 @@
-"""A frame: one block as bytes. docs/format.md has the offsets; this file is the only one that knows
-them.
+"""A frame: one block as bytes. Only this file knows the offsets (docs/format.md).
 
 header (HEADER_BYTES) | token ids, zeros, tag | payload, tag. Nothing follows, so a frame has
-exactly one length. Parsing trusts nothing: every length is checked against the bytes that are there
-before anything is allocated for it.
+exactly one length. Parsing trusts nothing: every length is checked against the bytes present before
+anything is allocated for it.
 """
 
 import struct
@@ -48,7 +47,7 @@ _CHECKSUM = Checksum()
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A header whose fields are in range; whether they are true, only the sections' tags can say.
+    """A header whose fields are in range; only the sections' tags can prove them true.
 
     stored_bytes: of the payload, its tag not included.
     session, counter: of the seal; zero without one.
@@ -72,8 +71,9 @@ class Header:
 
     @classmethod
     def parse(cls, frame: BytesLike) -> Self:
-        """Header of a frame, or of its first HEADER_BYTES. Raises FrameDamaged; FrameForeign for a
-        newer version.
+        """Header of a frame, or of its first HEADER_BYTES.
+
+        Raises FrameDamaged; FrameForeign for a newer version.
         """
         if len(frame) < HEADER_BYTES:
             raise FrameDamaged("length")
@@ -106,7 +106,7 @@ class Header:
 
     @property
     def prefix_bytes(self) -> int:
-        """Where the payload begins."""
+        """Offset of the payload."""
         return prefix_bytes(self.token_count)
 
     @property
@@ -115,7 +115,7 @@ class Header:
         return self.prefix_bytes + self.stored_bytes + TAG_BYTES
 
     def stands_for(self, record: BlockRecord, tenant: TenantKey) -> bool:
-        """Whether every field is what a frame of this block says."""
+        """Whether every field matches a frame of this block."""
         return (
             self.key == record.id.key
             and self.tenant_tag == tenant.tag
@@ -133,12 +133,13 @@ class Header:
 
 
 class Frames:
-    """One tier's way of writing frames; any tier reads what any other wrote. Thread-safe.
+    """One tier's way of writing frames; any tier reads frames of any other. Thread-safe.
 
     keys: a tenant's key by its name, asked anew for every frame or run of frames.
-    codec: of what is written, where it pays. Frames are sealed iff the tenant has a secret, and
-        only sealed ones are then read: whoever can write to the store must not get in by leaving
-        the seal away.
+    codec: for writing, where it pays.
+
+    Frames are sealed iff the tenant has a secret, and then only sealed ones are read: write access
+    to the store must not be enough to inject frames without a seal.
     """
 
     def __init__(self, keys: Callable[[str], TenantKey], codec: Codec = RAW) -> None:
@@ -147,12 +148,12 @@ class Frames:
         self._scratch: deque[memoryview] = deque(maxlen=24)  # as many as are usually read at once
 
     def frame_bytes(self, record: BlockRecord) -> int:
-        """Most bytes that `encode` writes: exactly so many without compression."""
+        """Upper limit of `encode`'s result; exact without compression."""
         return prefix_bytes(len(record.token_ids)) + record.kv_bytes + TAG_BYTES
 
     def encode(self, record: BlockRecord, kv: memoryview, out: memoryview) -> int:
-        """Write the block's frame into `out`, at least frame_bytes(record) long; how many bytes it
-        has.
+        """Write the block's frame into `out`, at least frame_bytes(record) long; returns its
+        length.
         """
         assert len(kv) == record.kv_bytes and len(out) >= self.frame_bytes(record)
         assert 0 < len(record.token_ids) <= MAX_TOKENS and 0 < len(kv) <= MAX_KV_BYTES
@@ -187,11 +188,11 @@ class Frames:
     def copy_out(
         self, wanted: Sequence[tuple[BlockRecord, memoryview]], frames: Sequence[memoryview | None]
     ) -> list[bool]:
-        """Verified KV from whole frames that lie in memory, into each block's buffer: for which
-        that succeeded.
+        """Copy verified KV from whole frames in memory into each block's buffer; whether, per
+        block.
 
-        Only frames that are raw and checksummed, as most in memory are; of others `reading` gets
-        what there is.
+        Only frames that are raw and checksummed, as most in memory are; use `reading` for the
+        others.
         """
         readings = self.readings(wanted)
         pieces: dict[int, tuple[bytes, memoryview, memoryview]] = {}
@@ -203,11 +204,10 @@ class Frames:
         return [i in tags and frame is not None and frame[-TAG_BYTES:] == tags[i] for i, frame in enumerate(frames)]
 
     def token_ids(self, prefix: BytesLike, tenant: str) -> tuple[Header, tuple[int, ...]]:
-        """Header and token ids from a frame's first bytes, prefix_bytes(of its token count) or
-        more; no KV needed.
+        """Header and token ids from a frame's first bytes; no KV needed.
 
-        Raises FrameDamaged, also for too few bytes, and FrameForeign for a frame that is not the
-        tenant's.
+        At least prefix_bytes(of its token count) are needed. Raises FrameDamaged, also for too few
+        bytes, and FrameForeign for a frame that is not the tenant's.
         """
         header = Header.parse(prefix)
         if len(prefix) < header.prefix_bytes:
@@ -216,10 +216,10 @@ class Frames:
         return header, struct.unpack_from(f"<{header.token_count}i", ids)
 
     def verify(self, frame: memoryview, tenant: str | None) -> Header:
-        """Check a whole frame as far as possible: everything with the tenant's key; with None what
-        needs no key.
+        """Check a whole frame as far as possible.
 
-        Raises FrameDamaged, and FrameForeign for a frame that is not the tenant's.
+        With the tenant's key everything is checked; with None, everything that needs no key. Raises
+        FrameDamaged, and FrameForeign for a frame that is not the tenant's.
         """
         header = Header.parse(frame)
         if len(frame) != header.frame_bytes:
@@ -233,8 +233,9 @@ class Frames:
         return header
 
     def take_scratch(self, size_bytes: int) -> memoryview:
-        """Memory for at least one frame so long; `give_scratch` once nobody writes to it any
-        more.
+        """Memory for at least one frame of that length.
+
+        Call `give_scratch` once no writer is left.
         """
         try:
             scratch = self._scratch.pop()
@@ -243,15 +244,15 @@ class Frames:
         return scratch if len(scratch) >= size_bytes else aligned_buffer(size_bytes)
 
     def give_scratch(self, scratch: memoryview) -> None:
-        """Let another read use it."""
+        """Return scratch memory for another read."""
         self._scratch.append(scratch)
 
 
 class Reading:
-    """One read of one block: a tier fills `buffers` in order, then `finish` checks what it was.
+    """One read of one block: a tier fills `buffers` in order, then `finish` verifies them.
 
     An unsealed raw frame is read straight into kv_out; anything else into scratch memory, which
-    goes back only by `finish`: after a read that failed, the tier may still be writing.
+    only `finish` returns: after a failed read, the tier may still be writing.
     """
 
     def __init__(self, frames: Frames, record: BlockRecord, tenant: TenantKey, kv_out: memoryview) -> None:
@@ -269,11 +270,10 @@ class Reading:
             self.buffers = [self._scratch[: frames.frame_bytes(record)]]
 
     def finish(self, length: int) -> None:
-        """Verify the `length` bytes that were read and leave the KV in kv_out; after an error that
-        holds anything.
+        """Verify the first `length` bytes of the buffers and leave the KV in kv_out.
 
-        Raises FrameDamaged, or FrameForeign for a sound frame that is not this block's. To be
-        called at most once.
+        Raises FrameDamaged, or FrameForeign for an intact frame of another block; kv_out is
+        undefined then. To be called at most once.
         """
         try:
             self._finish(length)
@@ -283,7 +283,7 @@ class Reading:
                 self._frames.give_scratch(scratch)
 
     def succeeds(self, length: int) -> bool:
-        """As `finish`; whether the block is in kv_out now."""
+        """As `finish`, but returns whether the block is in kv_out now."""
         try:
             self.finish(length)
         except (FrameDamaged, FrameForeign):
@@ -291,8 +291,10 @@ class Reading:
         return True
 
     def payload_head(self, prefix: memoryview, length: int) -> bytes | None:
-        """What the payload's checksum covers before it, if the frame is raw, checksummed, so long,
-        and begins with what this block's begins with; else None.
+        """Bytes that the payload's checksum covers before the payload.
+
+        None unless the frame is raw, checksummed, of the right length, and begins as this block's
+        does.
         """
         if self._tenant.secret is not None or length != self._frames.frame_bytes(self._record):
             return None
@@ -330,9 +332,7 @@ class Reading:
 
 
 def finish_all(readings: Sequence[Reading], lengths: Sequence[int | None]) -> list[bool]:
-    """Reading.succeeds for each that has a length, False for the others; checksums of all are made
-    at once.
-    """
+    """Reading.succeeds for each with a length, False for the others; all checksums at once."""
     done = [False] * len(readings)
     pieces: dict[int, tuple[bytes, memoryview]] = {}
     for i, (reading, length) in enumerate(zip(readings, lengths, strict=True)):
@@ -365,13 +365,13 @@ def _header(
 
 
 def _pack_ids(token_ids: Sequence[int]) -> bytes:
-    """Section 1: what it is long is given by `prefix_bytes`, and zeros fill it."""
+    """Section 1: its length is given by `prefix_bytes`, padded with zeros."""
     ids = struct.pack(f"<{len(token_ids)}i", *token_ids)
     return ids.ljust(prefix_bytes(len(token_ids)) - HEADER_BYTES - TAG_BYTES, b"\0")
 
 
 def _guard(header: Header, tenant: TenantKey) -> Guard:
-    """What opens the frame's sections.
+    """The guard of the frame's sections.
 
     Raises FrameForeign if this tenant must not, or cannot, read them.
     """

@@ -1,9 +1,8 @@
-"""What shows that a section of a frame is what was written: a checksum, or a seal that also hides
-it.
+"""Proof that a section of a frame is unchanged: a checksum, or a seal that also hides it.
 
-Whoever seals also vouches: without the tenant's secret nobody can make a section that opens. A
-checksum finds accidents only. Both cover the frame's whole header, so a section belongs to one
-frame and one place in it.
+A seal also authenticates: without the tenant's secret no valid section can be made. A checksum
+finds accidents only. Both cover the frame's whole header, so a section belongs to one frame and one
+place in it.
 """
 
 import os
@@ -29,11 +28,11 @@ CHECKSUMMED, SEALED = 0, 1  # how a frame is protected, as its header says it
 
 @dataclass(frozen=True, slots=True)
 class TenantKey:
-    """What the frames of one tenant are written with. Only its name and tag may be shown.
+    """Key material for the frames of one tenant. Only its name and tag may be shown.
 
     salt: 64 hex digits, random; it joins every key, so that two tenants have none in common.
     secret: SECRET_BYTES, or None in a store that does not seal.
-    tag: TAG_BYTES that stand for the tenant in names and headers.
+    tag: TAG_BYTES that identify the tenant in names and headers.
     """
 
     name: str
@@ -49,16 +48,14 @@ class Guard(Protocol):
         """Write the section and its tag: out is TAG_BYTES longer than plain."""
 
     def plain(self, header: bytes, section: int, protected: memoryview, out: memoryview | None = None) -> BytesLike:
-        """What was protected, in `out` if that is given.
+        """The protected bytes, in `out` if given.
 
         Raises FrameDamaged; `out` may then hold anything.
         """
 
 
 class Checksum:
-    """XXH3-128, in its canonical (big-endian) form, of header, section number as u32, and
-    section.
-    """
+    """XXH3-128 (canonical, big-endian) of header, section number as u32, and section."""
 
     def tag(self, header: bytes, section: int, plain: BytesLike) -> bytes:
         """TAG_BYTES that follow the section."""
@@ -66,7 +63,7 @@ class Checksum:
 
     @staticmethod
     def head(header: bytes, section: int) -> bytes:
-        """What the tag covers before the section."""
+        """Bytes that the tag covers before the section."""
         return header + section.to_bytes(4, "little")
 
     def check(self, header: bytes, section: int, plain: BytesLike, tag: BytesLike) -> None:
@@ -75,12 +72,14 @@ class Checksum:
             raise FrameDamaged("checksum")
 
     def protect(self, header: bytes, section: int, plain: BytesLike, out: memoryview) -> None:
-        """As Guard. The tag is that of the copy, which nobody else can have changed in between."""
+        """As Guard. The tag is that of the copy, which no other thread can have changed in
+        between.
+        """
         out[:-TAG_BYTES] = plain
         out[-TAG_BYTES:] = self.tag(header, section, out[:-TAG_BYTES])
 
     def plain(self, header: bytes, section: int, protected: memoryview, out: memoryview | None = None) -> BytesLike:
-        """As Guard; without `out` a view of what was given."""
+        """As Guard; without `out` a view of the section."""
         plain = protected[:-TAG_BYTES]
         self.check(header, section, plain, protected[-TAG_BYTES:])
         if out is None:
@@ -91,8 +90,9 @@ class Checksum:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """AES-256-GCM with the header as associated data; nonce: section number as u32, then the
-    frame's counter as u64.
+    """AES-256-GCM with the header as associated data.
+
+    Nonce: section number as u32, then the frame's counter as u64.
     """
 
     cipher: AESGCM
@@ -118,19 +118,17 @@ class Seal:
 
 @lru_cache(maxsize=1024)  # a store is read with one key per tenant and process that wrote to it
 def cipher(secret: bytes, session: bytes) -> AESGCM:
-    """The cipher of everything that one process sealed for one tenant."""
+    """The cipher of all frames that one process sealed for one tenant."""
     return AESGCM(HKDF(SHA256(), 32, salt=session, info=b"kvire frame 1").derive(secret))
 
 
 def forget_ciphers() -> None:
-    """Drop the derived keys that this process holds; they come back for whoever still has the
-    secret.
-    """
+    """Drop the derived keys of this process; they are derived again from the secret."""
     cipher.cache_clear()
 
 
 class SealSession:
-    """Gives each frame that this process seals a (session, counter) that no other frame has.
+    """Gives each frame that this process seals a unique (session, counter).
 
     The session is random, and new in every process and after a fork, so that counting from 0 never
     repeats a nonce under a derived key. (A process that is restored twice from one memory image
@@ -141,7 +139,7 @@ class SealSession:
         self.renew()
 
     def renew(self) -> None:
-        """Begin a new session; also replaces the lock, which a fork may have copied while it was
+        """Begin a new session. Replaces the lock, too: a fork may have copied it while it was
         held.
         """
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The user's cache folder, and how files in it come into being: all at once or not at all."""
+"""The user's cache folder, and atomic creation of files in it."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def cache_folder() -> Path:
 
 
 def models_folder() -> Path:
-    """Where converted models lie, one folder each."""
+    """Folder of converted models, one subfolder each."""
     return cache_folder() / "models"
 
 

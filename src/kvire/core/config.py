@@ -1,7 +1,4 @@
-"""Options of an engine: frozen and strict.
-
-What is measured later (how many blocks fit) lies elsewhere.
-"""
+"""Options of an engine: frozen and strict. Measured values (how many blocks fit) are elsewhere."""
 
 import math
 from dataclasses import dataclass, fields

@@ -1,4 +1,4 @@
-"""Parts that are found by the folder they lie in: adding one is adding a file."""
+"""Parts discovered by their folder: adding one is adding a file."""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -7,8 +7,9 @@ from typing import Any
 
 
 def parts(package: ModuleType | str, name: str) -> list[Any]:
-    """The object called `name` of each module in a package, in the modules' order; modules without
-    one are left out.
+    """The object called `name` of each module in a package, in the modules' order.
+
+    Modules without one are left out.
     """
     package = import_module(package) if isinstance(package, str) else package
     modules = sorted(found.name for found in iter_modules(package.__path__))

@@ -12,12 +12,12 @@ SCALE_BYTES = 4  # a float32 per token, layer and KV head, for K and for V
 class KVDType:
     """A dtype of KV.
 
-    name: as options and namespaces have it, and torch's own name.
+    name: in options and namespaces, and torch's own name.
     element_bytes: of one number.
     is_scaled: each row of a head has a float32 scale behind it.
     has_exponents: numbers are floats, whose exponents compress.
     computes: models can run in it.
-    kernel_code: how the native kernels call it; None where they do not know it.
+    kernel_code: its number in the native kernels; None if they do not support it.
     note: for help texts.
     """
 
@@ -30,14 +30,15 @@ class KVDType:
     note: str = ""
 
     def rows_bytes(self, numbers: int) -> int:
-        """Bytes of so many numbers, up to where their scales begin: scales lie at multiples of
-        their own size.
+        """Bytes of a count of numbers, up to where their scales begin.
+
+        Scales are aligned to their own size.
         """
         size = numbers * self.element_bytes
         return -(-size // SCALE_BYTES) * SCALE_BYTES if self.is_scaled else size
 
     def scales_bytes(self, rows: int) -> int:
-        """Bytes of the scales of so many rows; 0 for dtypes without."""
+        """Bytes of the scales of a count of rows; 0 for dtypes without."""
         return rows * SCALE_BYTES if self.is_scaled else 0
 
 
@@ -51,12 +52,12 @@ KV_DTYPES = {record.name: record for record in _RECORDS}
 
 
 def compute_dtypes() -> dict[str, KVDType]:
-    """Those that models can run in."""
+    """Dtypes that models can run in."""
     return {name: record for name, record in KV_DTYPES.items() if record.computes}
 
 
 def names() -> str:
-    """All of them, for people: float32, float16 (half the bytes), ..."""
+    """All dtypes, for people: float32, float16 (half the bytes), ..."""
     return ", ".join(f"{record.name} ({record.note})" if record.note else record.name for record in _RECORDS)
 
 

@@ -37,13 +37,14 @@ class EngineClosedError(KvireError):
 
 
 class StoreError(KvireError):
-    """The store cannot be opened or changed as asked: a wrong key file, a folder that is none, an
-    unknown tenant.
+    """The store cannot be opened or changed as asked.
+
+    For example: a wrong key file, a path that is not a store folder, an unknown tenant.
     """
 
 
 class BlockMissing(KvireError):  # noqa: N818 - not an error of anybody: an ordinary answer of a tier
-    """A tier does not hold the block that was asked for (any more)."""
+    """A tier does not hold the requested block (any more)."""
 
 
 class TierUnavailable(KvireError):  # noqa: N818 - as above
@@ -51,7 +52,7 @@ class TierUnavailable(KvireError):  # noqa: N818 - as above
 
 
 class FrameDamaged(KvireError):  # noqa: N818 - as above
-    """The bytes are no frame of ours, or not what was written.
+    """The bytes are no frame of ours, or differ from the bytes written.
 
     cause: one word for counters.
     """
@@ -62,8 +63,10 @@ class FrameDamaged(KvireError):  # noqa: N818 - as above
 
 
 class FrameForeign(KvireError):  # noqa: N818 - as above
-    """A frame that is not what was asked for though nothing is wrong with it: another block's, a
-    newer version's, or sealed with a key that is not at hand. It is a miss and stays where it is.
+    """An intact frame that does not answer the request.
+
+    It belongs to another block or a newer version, or its key is not available. It counts as a miss
+    and stays in the tier.
 
     cause: one word for counters.
     """

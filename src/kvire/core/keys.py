@@ -1,7 +1,7 @@
 """Identity: the only place where a block gets its name.
 
 A key is a SHA-256 chain over full blocks, started by the root of a namespace. Every field is tagged
-and length-framed, so that no two different inputs can run into the same bytes. The same inputs give
+and length-framed, so that two different inputs never produce the same bytes. The same inputs give
 the same key in every process, on every machine; tests/golden/keys.json holds published vectors.
 """
 
@@ -62,8 +62,9 @@ class Namespace:
         return BlockKey(digest.digest())
 
     def public_fields(self) -> dict[str, str]:
-        """What may be told beside the blocks, to say later why others do not match: all but the
-        salt.
+        """Fields stored beside the blocks, to explain later why others do not match.
+
+        All but the salt.
         """
         return {f.name: str(getattr(self, f.name)) for f in fields(self) if f.name != "salt"}
 
@@ -91,10 +92,10 @@ def block_keys(
 
 
 def divided(salt: str, *, cache_salt: str = "", epoch: str = "") -> str:
-    """A tenant's salt, divided by what separates requests within the tenant.
+    """A tenant's salt, divided by the values that separate requests within the tenant.
 
     cache_salt: the request's.
-    epoch: what was stored under another one is not to be found any more.
+    epoch: blocks stored under another epoch are no longer found.
     """
     if cache_salt:
         salt += "/" + sha256(cache_salt.encode("utf-8")).hexdigest()
@@ -102,21 +103,20 @@ def divided(salt: str, *, cache_salt: str = "", epoch: str = "") -> str:
 
 
 def unsealed_salt(tenant: str) -> str:
-    """A tenant's salt where no store keeps a random one: blocks are told apart, and never leave the
-    process.
+    """A tenant's salt in a process without a store's random one.
+
+    It tells tenants' blocks apart; they never leave the process.
     """
     return sha256(tenant.encode("utf-8")).hexdigest() if tenant else ""
 
 
 def page_key(root: BlockKey, name: bytes) -> BlockKey:
-    """Key of a block that another engine names by a hash over its tokens and all before them."""
+    """Key of a block that another engine names by a hash over its tokens and all tokens before."""
     return BlockKey(sha256(field("parent", root) + field("page", name)).digest())
 
 
 def page_words(name: bytes) -> tuple[int, ...]:
-    """Eight int32 that stand where such a block's token ids would: a reader compares them in their
-    place.
-    """
+    """Eight int32 in place of such a block's token ids; a reader compares them instead."""
     return tuple(np.frombuffer(sha256(field("sglang page", name)).digest(), "<i4").tolist())
 
 
@@ -129,9 +129,8 @@ def page_content(salt: str, name: bytes) -> bytes:
 def content_ids(salt: str, token_ids: Sequence[int], ends: Sequence[int]) -> list[bytes]:
     """16 bytes for each of token_ids[:end]; ends ascend.
 
-    They tell the same tokens again under another namespace.
-
-    Nothing is ever loaded by them: they only say why a key was not found.
+    They recognise the same tokens under another namespace. Nothing is ever loaded by them: they
+    only explain why a key was not found.
 
     salt: the tenant's.
     """
@@ -140,10 +139,10 @@ def content_ids(salt: str, token_ids: Sequence[int], ends: Sequence[int]) -> lis
 
 
 class ContentChain:
-    """Content ids of tokens that come bit by bit, at the price of the new ones.
+    """Content ids of tokens that arrive gradually; only new tokens are hashed.
 
     salt: the tenant's.
-    begun: the SHA-256 of what came before, if anything did.
+    begun: the SHA-256 of all earlier tokens, if there are any.
     """
 
     def __init__(self, salt: str, begun: Any = None) -> None:
@@ -151,10 +150,10 @@ class ContentChain:
         self._salt = salt
 
     def add(self, token_ids: Sequence[int]) -> bytes:
-        """The content id of all tokens so far and these."""
+        """The content id of all tokens so far, `token_ids` included."""
         self._digest.update(np.asarray(token_ids, dtype="<i4").tobytes())
         return self._digest.copy().digest()[:16]
 
     def copy(self) -> "ContentChain":
-        """One that goes on from here by itself."""
+        """An independent chain that continues from here."""
         return ContentChain(self._salt, self._digest.copy())

@@ -1,4 +1,4 @@
-"""How much memory there is, and sizes as people write them."""
+"""How much memory there is, and human-readable sizes."""
 
 import os
 import re
@@ -48,7 +48,9 @@ def format_size(size_bytes: float) -> str:
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may still take: free memory, or less if a cgroup (v1, v2) says so."""
+    """Bytes that this process may still take: free memory, or a cgroup's limit (v1, v2) if
+    lower.
+    """
     free = _meminfo_available(proc)
     limits = [limit for limit in (_cgroup2_free(proc, cgroup), _cgroup1_free(cgroup)) if limit is not None]
     return max(0, min([free, *limits]))
@@ -65,14 +67,12 @@ def _meminfo_available(proc: Path) -> int:
 
 
 def _sysconf_available() -> int:
-    """Where there is no /proc: half of physical memory, since how much of it is free is not
-    known.
-    """
+    """Without /proc: half of physical memory, since the free part is not known."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _cgroup2_free(proc: Path, cgroup: Path) -> int | None:
-    """The tightest limit on the way from this process's cgroup to the root."""
+    """The tightest limit between this process's cgroup and the root."""
     try:
         own = next(x[3:] for x in (proc / "self/cgroup").read_text().splitlines() if x.startswith("0::"))
     except (OSError, StopIteration):

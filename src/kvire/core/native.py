@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 @cache
 def native_module() -> ModuleType | None:
-    """kvire._native; None where the package was installed without it, or it cannot be loaded."""
+    """kvire._native; None if it was not installed or cannot be loaded."""
     try:
         return import_module("kvire._native")
     except ModuleNotFoundError:
@@ -24,10 +24,9 @@ def native_module() -> ModuleType | None:
 
 @cache
 def kernels_digest() -> str:
-    """Hex SHA-256 of the library that kvire._native was loaded from: its sources, its compiler and
-    its options.
+    """Hex SHA-256 of the library behind kvire._native: sources, compiler and options.
 
-    Empty where there are no kernels.
+    Empty without kernels.
     """
     native = native_module()
     return "" if native is None else sha256(Path(str(native.__file__)).read_bytes()).hexdigest()

@@ -1,6 +1,4 @@
-"""A block as everybody outside the device knows it: its name, its place in a sequence, its tokens;
-not its KV.
-"""
+"""A block outside the device: its name, its place in a sequence and its tokens, without its KV."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,8 +9,9 @@ CONTENT_BYTES = 16
 
 
 class BlockId(NamedTuple):
-    """Address of one block below the device: its key (which covers tenant, model and shard) and its
-    group.
+    """Address of one block below the device.
+
+    Its key (which covers tenant, model and shard) and its group.
     """
 
     key: BlockKey
@@ -28,9 +27,9 @@ class BlockRecord:
     index: place in its sequence, from 0.
     token_ids: exactly those of this block.
     kv_bytes: size of its KV.
-    content: CONTENT_BYTES that stand for all tokens from the sequence's first to this block's last,
-        whatever the namespace but the tenant (keys.content_ids).
-    tenant: whose it is; "" is the one there is without tenants.
+    content: CONTENT_BYTES that identify all tokens from the sequence's first to this block's last,
+        independent of the namespace except for the tenant (keys.content_ids).
+    tenant: the block's owner; "" in a store without tenants.
     """
 
     id: BlockId

@@ -15,7 +15,7 @@ def first_needed(window: int | None, position: int, block_size: int) -> int:
 
 
 class LayerKind(StrEnum):
-    """How a layer looks back, and therefore what must be kept for it."""
+    """How a layer looks back, and therefore what it keeps."""
 
     FULL = "full"
     SLIDING = "sliding"  # attends to the last `window` tokens, itself included
@@ -97,8 +97,9 @@ def group_text(kind: str, layers: str, rest: str, window: int | None) -> str:
 
 
 def windows_of(spec: str) -> tuple[int | None, ...] | None:
-    """The window of each group in a namespace's spec, in tokens, None for a group without; None: it
-    does not say.
+    """The window of each group in a namespace's spec, in tokens; None for a group without.
+
+    None instead of a list: the spec does not say.
     """
     windows: list[int | None] = []
     for group in spec.split(";"):

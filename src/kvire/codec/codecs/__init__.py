@@ -1,3 +1,4 @@
-"""How KV becomes a payload: a codec per file, in a class called CODEC. Read first: codec.py beside
-this folder.
+"""How KV becomes a payload: one codec per file, in a class called CODEC.
+
+Read first: codec.py beside this folder.
 """

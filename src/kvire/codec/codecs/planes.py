@@ -1,8 +1,7 @@
-"""A lossless codec for KV in floats: bytes of like weight together, the most significant plane
-compressed.
+"""A lossless codec for KV in floats: byte planes, of which the most significant is compressed.
 
 Signs and exponents of KV repeat, mantissas do not: so only the plane that holds exponents goes
-through zstd, and the others lie as they are. What it saves and costs, measured:
+through zstd, and the others are stored unchanged. Savings and costs, measured:
 docs/adr/0012-frames-and-seal.md.
 """
 
@@ -70,8 +69,9 @@ def _zstandard() -> ModuleType | None:
 
 
 def compress(kv: memoryview, element_bytes: int) -> bytes | None:
-    """Payload that `decompress` turns back into `kv`; None if it would be no shorter, or there is
-    no zstandard.
+    """Payload that `decompress` turns back into `kv`.
+
+    None if it would be no shorter, or zstandard is not installed.
     """
     zstandard = _zstandard()
     if zstandard is None:
@@ -111,9 +111,9 @@ def _lanes(kv: memoryview, width: int) -> tuple[np.ndarray, memoryview]:
 
 
 def _plane(zstandard: ModuleType, compressed: memoryview, plane_bytes: int) -> bytes:
-    """The plane, if it is that long.
+    """The plane, if it has that length.
 
-    Its claimed size is looked at before anything is allocated for it.
+    Its claimed size is checked before anything is allocated for it.
     """
     try:
         if zstandard.frame_content_size(compressed) == plane_bytes:
