@@ -1,5 +1,5 @@
-"""The prompts of one HTTP request in the engine: submitted together, merged, and cancelled when
-left.
+"""The prompts of one HTTP request in the engine: submitted together, merged, cancelled
+on leaving.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Answers:
-    """A context: entering submits every request or none; leaving cancels what is unfinished.
+    """A context: entering submits every request or none; leaving cancels the unfinished ones.
 
     Entering raises RequestError, QueueFullError or EngineClosedError.
     """
@@ -95,7 +95,7 @@ def _without_logprobs(output: Output) -> Output:
 def usage(results: Sequence[Result]) -> dict[str, Any]:
     """The usage object.
 
-    A prompt counts once, however many answers it got; cached_tokens is never null.
+    A prompt counts once, for any number of answers; cached_tokens is never null.
     """
     prompt = sum(result.usage.prompt_tokens for result in results)
     answer = sum(result.usage.completion_tokens for result in results)

@@ -25,9 +25,8 @@ def create_app(
 ) -> FastAPI:
     """An app over a started engine; the engine stays the caller's to close.
 
-    model_name: if options name none.
-
-    sessions: where chats are kept whose clients ask for it; None where they cannot be.
+    model_name: used if the options name none.
+    sessions: keeps the chats of clients that ask for it; None: chats are not kept.
     """
     options = options or ServerOptions()
     service = Service(client, options.served_name or model_name, options, sessions)
@@ -37,7 +36,7 @@ def create_app(
         yield
         service.workers.close()
 
-    # Nobody can read the generated documentation of bodies that FastAPI does not parse.
+    # FastAPI cannot document bodies that it does not parse.
     app = FastAPI(title="Kvire", openapi_url=None, redirect_slashes=False, lifespan=lifespan)
     app.state.service = service
     for each in (router, chat.router, completions.router):
@@ -52,7 +51,7 @@ def create_app(
 
 @router.get("/health", response_model=None)
 async def health(request: Request) -> Response:
-    """Whether requests would be answered; open to everybody."""
+    """Whether requests would be answered; open to every client."""
     service = service_of(request)
     engine, failed = service.client.engine, service.client.failure is not None
     state = {

@@ -1,4 +1,4 @@
-"""Who is answered: holders of an API key, or without keys this machine only."""
+"""Authentication: by API key, or without keys for this machine only."""
 
 import hmac
 import ipaddress
@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvire.server.errors import ApiError
 
-TENANT = "kvire.tenant"  # in a request's scope: whose KV it may meet
+TENANT = "kvire.tenant"  # in a request's scope: the owner of the KV that it may reuse
 OPEN_PATHS = frozenset({"/health"})  # for load balancers and supervisors, which hold no keys
 
 
@@ -27,9 +27,9 @@ class ApiKeys:
         return bool(self._digests)
 
     def tenant(self, authorization: bytes) -> str | None:
-        """Who an Authorization header's value `Bearer <one of the keys>` is; None if it is nobody.
+        """The tenant of an Authorization header's value `Bearer <one of the keys>`, or None.
 
-        Every key is a tenant of its own, by a name that does not tell the key.
+        Every key is a tenant of its own, by a name that does not reveal the key.
         """
         scheme, _, given = authorization.partition(b" ")
         digest = _digest(given.strip())
@@ -38,9 +38,9 @@ class ApiKeys:
 
 
 class Doorkeeper:
-    """Turns away whoever may not come in, before anything of the request is read.
+    """Refuses callers without access before anything of the request is read.
 
-    With keys, every path but /health asks for one (/metrics too: it tells how busy others are).
+    With keys, every path but /health asks for one (/metrics too: it shows the load of others).
     Without keys the server listens on loopback only; then a web page in this machine's browser must
     not reach it either, so that Host and Origin have to name this machine (DNS rebinding,
     cross-site requests).
@@ -96,8 +96,8 @@ def _digest(key: bytes) -> bytes:
 
 
 def _host_name(host: bytes) -> str:
-    """The name in a Host header: without port and brackets, lower case; a missing one is this
-    machine's.
+    """The name in a Host header: without port and brackets, lower case; if missing,
+    this machine's.
     """
     return _name_of("//" + host.decode("latin-1")) if host else "localhost"
 

@@ -63,8 +63,8 @@ def _call_and_messages(body: dict[str, Any]) -> tuple[ChatRequest, list[dict[str
 class ChatReply(Reply):
     """Choices with messages.
 
-    tools: those that the model is told of.
-    turn: of the session, if the request has one.
+    tools: offered to the model.
+    turn: of the session, if the request names one.
     """
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -122,15 +122,15 @@ class ChatReply(Reply):
         }
 
     def extra(self) -> dict[str, Any]:
-        """The session; and tool calls that max_tokens cut off: no content and no call, but not lost
-        either.
+        """The session, and tool calls that max_tokens cut off: neither content nor calls, but not
+        lost.
         """
         withheld = {i: answer.withheld for i, answer in sorted(self._answers.items()) if answer.withheld}
         session = {"session": self._turn.report()} if self._turn is not None else {}
         return session | ({"cut_off_tool_calls": withheld} if withheld else {})
 
     async def _keep(self, turn: Turn, choice: ReplyChoice, output: Output) -> None:
-        """Put the answer into the session once it is whole, before its end is told."""
+        """Put the answer into the session once it is whole, before its end is sent."""
         self._pieces.append(choice | {"logprobs": None})
         self._token_ids += output.token_ids
         if output.finish_reason in {"stop", "length"}:
@@ -148,7 +148,7 @@ class ChatReply(Reply):
 class ChatAnswer:
     """One choice in the making.
 
-    parallel: whether more than one tool call is wanted.
+    parallel: whether more than one tool call is allowed.
     """
 
     def __init__(self, form: ToolFormat | None, text: ToolText | None, *, parallel: bool) -> None:

@@ -1,6 +1,4 @@
-"""Errors as the OpenAI API words them: {"error": {message, type, param, code}}, whatever went
-wrong.
-"""
+"""All errors in the OpenAI API's form: {"error": {message, type, param, code}}."""
 
 import logging
 import traceback
@@ -25,7 +23,7 @@ class ApiError(KvireError):
     """An answer other than 200.
 
     param: the field at fault.
-    code: a word for programs.
+    code: an identifier for programs.
     """
 
     def __init__(
@@ -55,11 +53,11 @@ class ApiError(KvireError):
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection: nobody is left to answer."""
+    """The client closed its connection before the answer."""
 
 
 def api_error(error: Exception) -> ApiError:  # noqa: PLR0911 - a table
-    """What the client may know of an error."""
+    """An error as the client may see it."""
     match error:
         case ApiError():
             return error
@@ -105,13 +103,13 @@ def log_failure(error: BaseException) -> None:
 
 
 class ErrorBoundary:
-    """What no handler expected: logged without text of the request, answered in the usual shape."""
+    """Unexpected errors: logged without text of the request, answered in the usual shape."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app; whatever it raises ends here."""
+        """Run the app; all its exceptions end here."""
         started = False
 
         async def noting_send(message: Message) -> None:

@@ -27,8 +27,9 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 def json_pieces(value: Any) -> Iterator[str]:
-    """The text of json_text in pieces that are short to make, so that other threads come to run
-    between them: the parser and writer of Python's json hold them up to the end.
+    """The text of json_text in short pieces.
+
+    Other threads can run between the pieces; Python's json module would block them until the end.
     """
     if isinstance(value, JsonText):
         yield value

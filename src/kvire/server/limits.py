@@ -1,4 +1,4 @@
-"""Bounds on what a client may send, kept before any work is done on it."""
+"""Bounds on a client's input, checked before any work is done on it."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ class TokeniserThreads:
             self._calls -= 1
 
     def close(self) -> None:
-        """Drop what waits; do not wait for what runs."""
+        """Drop waiting calls; do not wait for running ones."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -59,7 +59,7 @@ _SURROGATE = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 class BodyReader:
     """Reads request bodies.
 
-    max_body_bytes: of one.
+    max_body_bytes: of one body.
     timeout_s: from its first byte to its last.
     """
 
@@ -70,9 +70,9 @@ class BodyReader:
         self._buffered_bytes = 0
 
     async def read(self, request: Request, checked: Callable[[dict[str, Any]], R]) -> R:
-        """What `checked` makes of the body, a JSON object; large ones are read off the event loop.
+        """The body, a JSON object, as `checked` returns it; large ones are read off the event loop.
 
-        Raises ApiError: 400, 408 too slow, 413 too large, 503 no room, and what `checked` raises.
+        Raises ApiError: 400, 408 too slow, 413 too large, 503 no room, and the errors of `checked`.
         """
         declared = request.headers.get("content-length", "0")
         if not declared.isdecimal() or int(declared) > self.max_body_bytes:
@@ -143,8 +143,9 @@ def json_depth(value: Any) -> int:
 
 
 def check_structure(texts: Iterable[bytes]) -> None:
-    """Count, of all texts together, and depth of what the parser would build, seen on the bytes:
-    strings cut out, brackets left.
+    """Check the number and depth of containers before parsing.
+
+    Read off the bytes of all texts together, with strings cut out and brackets left.
 
     Raises ApiError 400.
     """

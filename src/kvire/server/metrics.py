@@ -1,4 +1,7 @@
-"""What Prometheus sees. Counts and times only: no text, no token, no path that a client made up."""
+"""Metrics for Prometheus.
+
+Counts and times only: no text, no token, no path that a client made up.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -16,7 +19,7 @@ TPOT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.
 
 
 class Metrics:
-    """The metrics of one app, in a registry of their own: two servers in a process do not meet."""
+    """The metrics of one app, in a registry of their own: two servers in a process share none."""
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self._registry = CollectorRegistry()
@@ -131,7 +134,7 @@ COUNTERS: tuple[MetricReading, ...] = (
 
 
 def store_metrics(stats: StoreStats) -> Iterator[Metric]:
-    """What a store did, tier by tier; nothing where there is no tier."""
+    """Counters of a store, tier by tier; none without a tier."""
     tiers = stats.handles.items()
     if not tiers:
         return

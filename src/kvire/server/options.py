@@ -1,4 +1,4 @@
-"""What the server itself can be told; options of the engine are kvire.core.config.EngineConfig."""
+"""Options of the server itself; those of the engine are kvire.core.config.EngineConfig."""
 
 import math
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Where to listen, whom to answer, and how long to wait.
+    """Address, access, and time limits.
 
     host, port: port 0 takes any free one.
-    api_keys: any of them is let in; without one, only this machine is answered.
-    served_name: the model's name in the API, by default the one it was loaded by.
+    api_keys: each gives access; without any, only this machine is answered.
+    served_name: the model's name in the API, by default the name it was loaded by.
     request_timeout_s: a request that takes longer ends with an error, and its blocks are free.
     header_timeout_s, body_timeout_s: for a request's head and its body.
     send_timeout_s: for 256 KiB of an answer, or all that is left; a client that reads more slowly
-        is cut off.
+        is disconnected.
     keep_alive_s: how long a connection may idle between requests.
     shutdown_s: how long answers in flight may still take after Ctrl-C.
     max_body_bytes: of one request.

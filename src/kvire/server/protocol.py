@@ -1,5 +1,6 @@
-"""HTTP connections: uvicorn's, with bounds on their number and on how slowly a client sends heads
-and reads answers, and errors as JSON.
+"""HTTP connections: uvicorn's, with bounds and JSON errors.
+
+Bounded are their number and how slowly a client may send heads and read answers.
 """
 
 import asyncio
@@ -12,15 +13,16 @@ from kvire.server.errors import ApiError
 from kvire.server.json_text import json_text
 
 MAX_HEADER_BYTES = 32 * 1024
-# Of an answer, that a client takes in send_timeout_s at least, or all that is left: 4 KiB/s at the
-# default.
+# The least that a client must read of an answer in send_timeout_s, unless less is left: 4 KiB/s
+# at the default.
 MIN_TAKEN_BYTES = 256 * 1024
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection that sends no complete request head within header_timeout_s is closed, and so is
-    one that takes nearly nothing of its answer in send_timeout_s, wherever it is: between requests
-    and when closing, too.
+    """Closes slow connections.
+
+    They are those without a complete request head within header_timeout_s, and those that read
+    nearly nothing of their answer in send_timeout_s: between requests and when closing, too.
     """
 
     header_timeout_s = 10.0
@@ -33,7 +35,7 @@ class BoundedProtocol(H11Protocol):
         self._sending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Refuse what is too much, and begin to wait for a request."""
+        """Refuse connections beyond the limit, and begin to wait for a request."""
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
             transport.abort()
@@ -50,7 +52,7 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client has not taken everything yet; from now on it must go on taking."""
+        """The client has not taken everything yet; from now on it must keep reading."""
         super().pause_writing()
         self._watch_sending()
 

@@ -36,9 +36,7 @@ class Reply(ABC):
 
     @abstractmethod
     async def take(self, prompt: int, output: Output) -> list[ReplyChoice]:
-        """Pieces of choices that an output adds, as a chunk shows them; the last has a
-        finish_reason.
-        """
+        """Pieces of choices that an output adds, as in a chunk; the last has a finish_reason."""
 
     @abstractmethod
     def merge(self, pieces: list[ReplyChoice]) -> ReplyChoice:
@@ -59,7 +57,7 @@ class Reply(ABC):
     def event(self, choices: list[ReplyChoice], *, with_usage: bool) -> dict[str, Any]:
         """A chunk of a stream.
 
-        with_usage: null now, to be told in the last one.
+        with_usage: null now, sent in the last chunk.
         """
         return {**self._head(self.chunk), "choices": choices, **({"usage": None} if with_usage else {})}
 
@@ -109,9 +107,7 @@ def merged_logprobs(pieces: list[ReplyChoice]) -> dict[str, list[Any]] | None:
 
 
 async def _packed(piece: ReplyChoice) -> ReplyChoice:
-    """The piece with its log-probabilities as the text that they become, which takes much less
-    memory.
-    """
+    """The piece with its log-probabilities as JSON text, which takes much less memory."""
     logprobs = piece["logprobs"]
     if logprobs is None:
         return piece

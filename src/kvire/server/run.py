@@ -35,12 +35,13 @@ def serve(
 ) -> None:
     """Load a model and answer until Ctrl-C or SIGTERM.
 
-    progress: hears how far loading is.
-    say: takes a line for people, by default to stderr.
-    store: where blocks are kept below the pool.
+    progress: receives the progress of loading.
+    say: prints a line for people, by default to stderr.
+    store: keeps blocks below the pool.
     engine_options: fields of EngineConfig.
 
     Without keys in the options, KVIRE_API_KEY may hold some, comma-separated.
+
     Raises ConfigError (also if the port is taken, before anything is loaded), ModelNotFoundError,
     UnsupportedModelError or StoreError.
     """
@@ -52,7 +53,7 @@ def serve(
             say(line)
         if llm.store_line is not None:
             say(llm.store_line)
-        with suppress(KeyboardInterrupt):  # uvicorn has finished what was in flight and passes the signal on
+        with suppress(KeyboardInterrupt):  # uvicorn has finished the running requests and passes the signal on
             server.run(sockets=[listener])
         say("stopped")
 
@@ -118,7 +119,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def welcome(options: ServerOptions, listener: socket.socket, model_name: str) -> list[str]:
-    """What a person wants to know now: where it is, and a line to try it with."""
+    """The address for people, and a command to try."""
     url = url_of(listener)
     key = ' -H "Authorization: Bearer $KVIRE_API_KEY"' if options.api_keys else ""
     body = f'{{"model": "{model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'

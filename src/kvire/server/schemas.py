@@ -1,8 +1,9 @@
-"""Fields of requests: types and counts, checked strictly before any work; ranges are
-SamplingParams'.
+"""Fields of requests: types and counts, checked strictly before any work.
+
+Ranges are checked by SamplingParams.
 
 A field that is null counts as not given. One that OpenAI knows and Kvire cannot honour is refused
-by name, since ignoring it would answer another question; so is one that nobody knows.
+by name, since ignoring it would answer another question; so is an unknown one.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -22,7 +23,7 @@ MAX_PROMPTS = MAX_SAMPLES  # prompts times n, too
 MAX_NAME_CHARS = 256
 MAX_ECHO_CHARS = 8 * 1024 * 1024  # of all prompts, each n times
 CHARS_PER_ECHOED_ID = 16  # at most, of nearly all tokens
-DEFAULT_COMPLETION_TOKENS = 16  # as the OpenAI API has it; a chat goes on until it ends
+DEFAULT_COMPLETION_TOKENS = 16  # as the OpenAI API has it; a chat has no such limit
 
 # Accepted, and without effect on the answer.
 METADATA = frozenset(
@@ -86,7 +87,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """Text or parts; what the parts may be is the chat template's business (models/chat.py)."""
+    """Text or parts; the chat template decides about the parts (models/chat.py)."""
     if not (value is None or isinstance(value, (str, list))):
         raise ValueError("must be a text or a list of parts")
     return value
@@ -164,11 +165,10 @@ class StreamOptions(_Record):
 
 
 class SamplingFields(_Record):
-    """What chats and completions share.
+    """Fields that chats and completions share.
 
-    cache_salt: share KV only with requests that send the same.
-    store: whether what is computed may be kept outside the engine; what is kept is used all the
-        same.
+    cache_salt: share KV only with requests of the same salt.
+    store: whether new KV may be kept outside the engine; KV already kept is used in any case.
     """
 
     model: str | None = None

@@ -1,4 +1,4 @@
-"""What every handler works with: the engine, the tokenizer, and the limits that depend on them."""
+"""The common part of all handlers: engine, tokenizer, and the limits that depend on them."""
 
 import asyncio
 import secrets
@@ -33,8 +33,8 @@ MAX_CHARS_PER_TOKEN = 32
 class Service:
     """One model behind one address.
 
-    client: started.
-    sessions: None for a server that keeps none.
+    client: a started one.
+    sessions: None for a server that keeps no chats.
     """
 
     def __init__(
@@ -159,7 +159,10 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Whose KV a request may meet, and whether its own may be kept (engine.request.Request)."""
+    """The owner of the KV that a request may reuse, and whether its own is kept.
+
+    See engine.request.Request.
+    """
 
     tenant: str = ""
     cache_salt: str = ""
@@ -167,7 +170,7 @@ class Sharing:
 
     @classmethod
     def of(cls, request: HttpRequest, call: SamplingFields) -> Self:
-        """The key's holder decides who it is; the body only narrows what is shared."""
+        """The key decides the tenant; the body can only narrow the sharing."""
         salt = "" if call.cache_salt is None else call.cache_salt
         return cls(tenant_of(request), salt, call.store)
 
@@ -178,7 +181,7 @@ def new_id(prefix: str) -> str:
 
 
 def tenant_of(request: HttpRequest) -> str:
-    """Who asks: the key's holder, or without keys the one there is."""
+    """The tenant: the key's holder, or without keys the only one."""
     tenant: str = request.scope.get(TENANT) or ""
     return tenant
 

@@ -1,7 +1,6 @@
-"""Chats that the server keeps: a request brings the new messages only, and the history is put
-before them.
+"""Chats that the server keeps: a request sends only new messages, the server adds the history.
 
-A session belongs to the key's holder (the tenant); nobody else can see, continue or remove it.
+A session belongs to the key's holder (the tenant); no other tenant can see, continue or remove it.
 """
 
 import asyncio
@@ -55,7 +54,7 @@ class SessionResponse(Response):
 
 
 class Turn:
-    """What one request adds to a session.
+    """One request's addition to a session.
 
     messages: the history and the new ones, without the answer.
     """
@@ -76,7 +75,8 @@ class Turn:
         return cls(service, sessions, tenant, session or Session(name), new)
 
     async def encode(self, tools: list[dict[str, Any]], options: dict[str, bool]) -> tuple[int, ...]:
-        """Token ids of the prompt, those of the session first where they still say the same.
+        """Token ids of the prompt, beginning with the session's own where the text is still the
+        same.
 
         Raises ApiError, RequestError or QueueFullError.
         """
@@ -119,8 +119,9 @@ async def list_sessions(request: Request) -> Response:
 
 @router.delete("/v1/sessions/{name}", response_model=None)
 async def delete_session(request: Request, name: str) -> Response:
-    """Remove one of the caller's sessions; what was computed for it goes when its room
-    is needed.
+    """Remove one of the caller's sessions.
+
+    Its blocks are evicted when their room is needed.
     """
     service, tenant = service_of(request), tenant_of(request)
     sessions = _sessions_of(service)
@@ -148,7 +149,7 @@ def _in_use() -> ApiError:
 
 
 async def _stored(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What a call of Sessions gives, off the event loop; its errors as the client may know them."""
+    """The result of a Sessions call, off the event loop; errors in the client's form."""
     try:
         return await asyncio.to_thread(call, *args, **kwargs)
     except SessionConflictError as error:

@@ -1,6 +1,4 @@
-"""Server-sent events: one chunk per output, then [DONE]; whatever goes wrong on the way is an event
-too.
-"""
+"""Server-sent events: one chunk per output, then [DONE]; errors are events too."""
 
 import asyncio
 
@@ -21,7 +19,9 @@ class EventStream(Response):
 
     Requests are submitted before the first byte, so that a refusal is a plain error.
 
-    deadline: in the event loop's time. A client that leaves or stops reading frees its blocks.
+    A client that leaves or stops reading frees its blocks.
+
+    deadline: in the event loop's time.
     """
 
     def __init__(self, answers: Answers, reply: Reply, deadline: float, *, with_usage: bool) -> None:
@@ -43,7 +43,7 @@ class EventStream(Response):
         try:
             async with asyncio.timeout_at(self._deadline):
                 await self._send_events(send)
-        except Exception as error:  # noqa: BLE001 - the client must hear of it, whatever it is
+        except Exception as error:  # noqa: BLE001 - the client must hear of any error
             known = api_error(error)
             if known.status == 500:
                 log_failure(error)
@@ -52,7 +52,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_events(self, send: Send) -> None:
-        held: list[ReplyChoice] = []  # the last choice to finish goes into the last chunk
+        held: list[ReplyChoice] = []  # the last choice to finish is part of the last chunk
         async for prompt, output in self._answers.outputs():
             for piece in await self._reply.take(prompt, output):
                 for choice in [piece] if piece["finish_reason"] is None else held:

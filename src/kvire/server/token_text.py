@@ -14,7 +14,7 @@ SENTENCEPIECE_SPACE = "\u2581"
 
 
 class TokenText:
-    """What each token of a tokenizer stands for on its own; remembered, since it never changes."""
+    """The text of each single token of a tokenizer; cached, since it never changes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -27,13 +27,13 @@ class TokenText:
         return self._bytes[token_id]
 
     def text(self, token_id: int) -> str:
-        """The token's text; part of a character is written with backslashes, as the OpenAI API
-        does.
+        """The token's text; a partial character is escaped with backslashes, as in the
+        OpenAI API.
         """
         return self.raw(token_id).decode("utf-8", errors="backslashreplace")
 
     def completion_text(self, token_id: int) -> str:
-        """The same in the older style: "bytes:" in front of what is no text."""
+        """The same in the older style: "bytes:" before tokens that are no text."""
         raw = self.raw(token_id)
         try:
             return raw.decode("utf-8")
@@ -53,9 +53,7 @@ class TokenText:
 
 
 class CompletionLogprobs:
-    """The logprobs object of one completion, a piece at a time; offsets count from the text's
-    beginning.
-    """
+    """The logprobs object of one completion, in pieces; offsets count from the text's beginning."""
 
     def __init__(self, tokens: TokenText, tokenizer: Any) -> None:
         self._tokens = tokens

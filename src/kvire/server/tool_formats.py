@@ -37,9 +37,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What an answer's end turned out to be.
+    """The parsed end of an answer.
 
-    withheld: a call that was cut off, neither shown nor made.
+    withheld: a call that was cut off; neither shown nor made.
     """
 
     content: str = ""
@@ -77,9 +77,7 @@ class ToolFormat:
         return any(s in template for s in self.signs) and not any(s in template for s in self.no_signs)
 
     def split(self, text: str, *, at_start: bool) -> tuple[bool, int]:
-        """(whether a call begins in `text`, how many characters before it are certainly
-        content).
-        """
+        """(whether a call begins in `text`, number of characters before it that are content)."""
         blank = len(text) - len(text.lstrip())
         if at_start and text[blank:].startswith(self.starts or ("\0",)):
             return True, 0
@@ -90,9 +88,9 @@ class ToolFormat:
         return False, len(text[: len(text) - partial].rstrip())
 
     def parse(self, held: str, names: frozenset[str], *, truncated: bool) -> Parsed:
-        """Read the end of an answer, from where a call seemed to begin.
+        """Parse the end of an answer, from the possible beginning of a call.
 
-        What is no call is content.
+        Everything else is content.
         """
         calls, rest = self.read(held, names)
         if rest.strip() and truncated and self._begins_call(rest, names):
@@ -186,9 +184,7 @@ def _load(text: str) -> Any:
 
 
 def _call(value: Any, arguments_name: str = "arguments") -> ToolCall | None:
-    """The call of {"name": ..., "arguments": ...}, whichever of both words the model used for the
-    latter.
-    """
+    """The call of {"name": ..., "arguments": ...}, or "parameters" instead of "arguments"."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     arguments = value.get(arguments_name, value.get("arguments", value.get("parameters", {})))

@@ -1,6 +1,4 @@
-"""Tools of a chat: checked on the way in, put into the conversation, found again in the answer's
-text.
-"""
+"""Tools of a chat: checked, put into the conversation, and found in the answer's text."""
 
 import json
 import re
@@ -41,7 +39,7 @@ def checked_tools(value: Any) -> list[dict[str, Any]]:
 
 
 def checked_tool_choice(value: Any) -> Any:
-    """Raises ValueError for what would have to be forced on the model."""
+    """Raises ValueError for choices that would have to force the model."""
     if value not in ("auto", "none"):
         raise ValueError('only "auto" and "none" are supported: the model cannot be made to call a tool')
     return value
@@ -52,7 +50,7 @@ def as_templates_expect(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Raises ApiError 400.
 
-    What a text may hold is bounded as a body is, and all texts together like one.
+    Each text is bounded like a body, and so are all texts together.
     """
     calls = (call for message in messages for call in message.get("tool_calls") or ())
     check_structure(call["function"]["arguments"].encode() for call in calls)
@@ -128,16 +126,14 @@ class ToolText:
         return content
 
     def finish(self, *, truncated: bool) -> Parsed:
-        """The answer is over: what was held back, read."""
+        """The answer is over: parse the held-back text."""
         if not self._held:
             return Parsed(content=self._pending)
         return self._form.parse(self._held, self._names, truncated=truncated)
 
 
 class HiddenMarkup:
-    """The answer's text with markup that the engine's text leaves out, for tokenizers that call it
-    special.
-    """
+    """The answer's text with its special tokens, for tokenizers that treat markup as special."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...], special: set[int], markup: set[int]) -> None:
         self._detokenizer = Detokenizer(tokenizer, stop, skip_special_tokens=False)
