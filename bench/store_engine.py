@@ -29,9 +29,9 @@ from kvire import LLM
 from kvire.codec.frame import Frames
 from kvire.core.config import StoreConfig
 from kvire.core.errors import TierUnavailable
+from kvire.core.tier_kind import TierKind
 from kvire.store.disk.tier import DiskTier
 from kvire.store.keyring import Keyring
-from kvire.store.tier import TierKind
 from kvire.store.tiered import TieredStore
 
 MIB = 1 << 20

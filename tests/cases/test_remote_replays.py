@@ -16,9 +16,9 @@ from kvire.codec.frame import Frames, prefix_bytes
 from kvire.codec.seal import TAG_BYTES
 from kvire.core.config import StoreConfig
 from kvire.core.report import MissReason
+from kvire.core.tier_kind import TierKind
 from kvire.store.keyring import Keyring
 from kvire.store.remote.open import open_remote
-from kvire.store.tier import TierKind
 from kvire.store.tiered import TieredStore
 
 DEADLINE_S = 0.3

@@ -26,9 +26,9 @@ from harness.waiting import PATIENCE_S, until
 from store.stores import BentTier, open_store
 
 from kvire.core.report import MissReason
+from kvire.core.tier_kind import TierKind
 from kvire.engine.engine import Engine
 from kvire.store.ticket import LoadState
-from kvire.store.tier import TierKind
 
 B = BLOCK
 BLOCKS = 10

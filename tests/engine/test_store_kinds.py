@@ -31,9 +31,9 @@ from kvire.core import keys
 from kvire.core.keys import BlockKey
 from kvire.core.report import MissReason
 from kvire.core.spec import KVSpec
+from kvire.core.tier_kind import TierKind
 from kvire.engine.engine import Engine
 from kvire.engine.request import Failure
-from kvire.store.tier import TierKind
 from kvire.store.tiered import TieredStore
 
 B = BLOCK

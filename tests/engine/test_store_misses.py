@@ -22,8 +22,8 @@ from store.stores import BentTier, open_store
 
 from kvire.core.keys import Namespace
 from kvire.core.report import CacheReport, MissReason
+from kvire.core.tier_kind import TierKind
 from kvire.engine.engine import Engine
-from kvire.store.tier import TierKind
 
 B = BLOCK
 PROMPT = words(1, 6 * B + 3)

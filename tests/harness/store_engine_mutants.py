@@ -13,6 +13,7 @@ import transformers
 from kvire.core import keys
 from kvire.core.keys import Namespace
 from kvire.core.report import MissReason
+from kvire.core.tier_kind import TierKind
 from kvire.engine import build as build_module
 from kvire.engine import prefetch as prefetch_module
 from kvire.engine import scheduler as scheduler_module
@@ -29,7 +30,6 @@ from kvire.store.reuse.load import Load
 from kvire.store.reuse.planner import Reuse
 from kvire.store.reuse.reused import Reused
 from kvire.store.ticket import LoadState
-from kvire.store.tier import TierKind
 from kvire.store.tiered import TieredStore
 
 

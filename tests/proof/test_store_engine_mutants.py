@@ -16,7 +16,7 @@ from proof import test_restart_matrix, test_store_soak
 from store import test_reuse
 from store.test_store_mutants import claim
 
-from kvire.store.tier import TierKind
+from kvire.core.tier_kind import TierKind
 
 
 def matrix(test: Callable[..., None], **arguments: object) -> Claim:

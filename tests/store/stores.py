@@ -15,11 +15,12 @@ from kvire.codec.seal import TenantKey
 from kvire.core.config import StoreConfig
 from kvire.core.errors import TierUnavailable
 from kvire.core.record import BlockId, BlockRecord
+from kvire.core.tier_kind import TierKind
 from kvire.store import loader
 from kvire.store.keyring import Keyring
 from kvire.store.memory.tier import MemoryTier
 from kvire.store.ticket import LoadState, Ticket
-from kvire.store.tier import Buffer, Entry, Tier, TierKind, TierStats
+from kvire.store.tier import Buffer, Entry, Tier, TierStats
 from kvire.store.tiered import TieredStore
 
 MIB = 1 << 20

@@ -13,10 +13,11 @@ from store.blocks import chain, frame_of, tenant_key
 from kvire.core.errors import BlockMissing, FrameDamaged, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
+from kvire.core.tier_kind import TierKind
 from kvire.store.disk.tier import DiskTier
 from kvire.store.memory.tier import MemoryTier
 from kvire.store.remote.open import open_remote
-from kvire.store.tier import Tier, TierKind
+from kvire.store.tier import Tier
 
 MIB = 1 << 20
 TAG = tenant_key("").tag

@@ -10,6 +10,7 @@ from store.blocks import KV_BYTES, TOKENS, kv_of, namespace
 from store.stores import BentTier, open_store
 
 from kvire.core.report import MissReason
+from kvire.core.tier_kind import TierKind
 from kvire.plan.cost import LEAST_GAIN, PrefillSpeed, Way
 from kvire.store.explain import Explanation, StoreMiss
 from kvire.store.reuse.chain import Chain, Pages
@@ -20,7 +21,6 @@ from kvire.store.reuse.planner import TRY_AFTER, Reuse
 from kvire.store.reuse.probe import Probe
 from kvire.store.reuse.reused import Reused
 from kvire.store.ticket import FailureReason, LoadState
-from kvire.store.tier import TierKind
 from kvire.store.tiered import TieredStore
 
 BLOCKS = 8

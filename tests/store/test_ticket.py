@@ -6,8 +6,8 @@ import time
 import pytest
 from store.blocks import chain, wanted
 
+from kvire.core.tier_kind import TierKind
 from kvire.store.ticket import FailureReason, LoadFailure, LoadState, Ticket
-from kvire.store.tier import TierKind
 
 MISSING = LoadFailure(FailureReason.MISSING, "nowhere")
 

@@ -12,12 +12,12 @@ from store.stores import MIB, BentTier, blocks, load_all, open_store, ready, sav
 
 from kvire.core.errors import StoreError, TierUnavailable
 from kvire.core.record import BlockRecord
+from kvire.core.tier_kind import TierKind
 from kvire.store.disk.tier import DiskTier
 from kvire.store.loader import LOCAL_THREADS, MOST_IN_RUN
 from kvire.store.memory.tier import MemoryTier
 from kvire.store.remote.open import open_remote
 from kvire.store.ticket import FailureReason, LoadState
-from kvire.store.tier import TierKind
 
 REMOTE = TierKind.REMOTE
 

@@ -8,10 +8,10 @@ from store.blocks import kv_of, wanted
 from store.stores import MIB, BentTier, blocks, load_all, open_store, ready, save_all
 
 from kvire.core.errors import TierUnavailable
+from kvire.core.tier_kind import TierKind
 from kvire.store.disk.tier import DiskTier
 from kvire.store.keyring import Keyring
 from kvire.store.memory.tier import MemoryTier
-from kvire.store.tier import TierKind
 from kvire.store.write_queue import QUEUED_CALLS
 
 REMOTE = TierKind.REMOTE

@@ -1,7 +1,10 @@
 """Where a prompt's KV came from, and why the rest had to be computed."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+from kvire.core.tier_kind import LoadedTokens, every_kind
 
 
 class MissReason(StrEnum):
@@ -24,11 +27,11 @@ class MissReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class CacheReport:
+class CacheReport(LoadedTokens):
     """Tokens of one prompt by source; they sum to the prompt, always.
 
     device_tokens: reused from the pool.
-    memory_tokens, disk_tokens, remote_tokens: loaded from tiers of the store.
+    loaded_tokens: from tiers of the store, by the name of the tier's kind.
     computed_tokens: run through the model.
     recomputed_tokens: prompt and generated tokens computed again after preemptions, on top of the
         prompt.
@@ -42,16 +45,14 @@ class CacheReport:
     computed_tokens: int
     miss: MissReason
     miss_token: int | None = None
-    memory_tokens: int = 0
-    disk_tokens: int = 0
-    remote_tokens: int = 0
+    loaded_tokens: Mapping[str, int] = field(default_factory=dict)
     miss_detail: str | None = None
     saved_s: float | None = None
     recomputed_tokens: int = 0
     preemptions: int = 0
 
     def __post_init__(self) -> None:
-        assert min(self.device_tokens, self.memory_tokens, self.disk_tokens, self.remote_tokens) >= 0
+        assert min(self.device_tokens, *self.loaded_tokens.values(), 0) >= 0
         assert min(self.recomputed_tokens, self.preemptions) >= 0
         assert self.computed_tokens >= 1, "at least the last prompt token is always computed"
 
@@ -63,22 +64,26 @@ class CacheReport:
     @property
     def reused_tokens(self) -> int:
         """Prompt tokens that were not computed."""
-        return self.device_tokens + self.memory_tokens + self.disk_tokens + self.remote_tokens
+        return self.device_tokens + sum(self.loaded_tokens.values())
 
-    def as_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
+    def counts(self) -> dict[str, int]:
+        """What adds up over prompts, by its name in JSON."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,
             "device_tokens": self.device_tokens,
-            "memory_tokens": self.memory_tokens,
-            "disk_tokens": self.disk_tokens,
-            "remote_tokens": self.remote_tokens,
+            **{f"{kind}_tokens": tokens for kind, tokens in every_kind(self.loaded_tokens).items()},
             "computed_tokens": self.computed_tokens,
+            "recomputed_tokens": self.recomputed_tokens,
+            "preemptions": self.preemptions,
+        }
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            **self.counts(),
             "miss": str(self.miss),
             "miss_token": self.miss_token,
             "miss_detail": self.miss_detail,
             "saved_s": None if self.saved_s is None else round(self.saved_s, 6),
-            "recomputed_tokens": self.recomputed_tokens,
-            "preemptions": self.preemptions,
         }

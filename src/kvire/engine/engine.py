@@ -11,7 +11,7 @@ Engine.step() alone drives it, on one thread; nothing here takes a lock or calls
 
 import logging
 import secrets
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from time import monotonic
@@ -26,6 +26,7 @@ from kvire.cache.paged import PagedKV
 from kvire.core.config import EngineConfig
 from kvire.core.errors import QueueFullError, RequestError
 from kvire.core.keys import BlockKey, Namespace
+from kvire.core.tier_kind import LoadedTokens
 from kvire.engine import sampler
 from kvire.engine.detokenizer import Detokenizer
 from kvire.engine.packing import build_batch, logits_rows
@@ -58,15 +59,13 @@ class Model(Protocol):
 
 
 @dataclass(slots=True)
-class EngineStats:
+class EngineStats(LoadedTokens):
     """Counters since the engine was made; they only grow. Times in seconds."""
 
     requests: int = 0
     prompt_tokens: int = 0
     device_tokens: int = 0
-    memory_tokens: int = 0
-    disk_tokens: int = 0
-    remote_tokens: int = 0
+    loaded_tokens: Counter[str] = field(default_factory=Counter)  # by the kind of tier
     computed_tokens: int = 0
     saved_s: float = 0.0  # what computing the reused tokens would have taken, less what was waited for them
     generated_tokens: int = 0
@@ -368,9 +367,7 @@ class Engine:
             spans = [(0, reused.device_tokens), *reused.spans]
             reused.saved_s = sum(prefill.seconds(*span) for span in spans) - reused.waited_s
         report = seq.report
-        self.stats.memory_tokens += report.memory_tokens
-        self.stats.disk_tokens += report.disk_tokens
-        self.stats.remote_tokens += report.remote_tokens
+        self.stats.loaded_tokens.update(report.loaded_tokens)
         self.stats.saved_s += report.saved_s or 0.0
         self.stats.requests += 1
         self.stats.prompt_tokens += report.prompt_tokens

@@ -3,6 +3,7 @@ on leaving.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from time import monotonic
@@ -126,11 +127,9 @@ def provenance(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _sum(reports: list[CacheReport]) -> dict[str, Any]:
-    names = (
-        "prompt_tokens", "reused_tokens", "device_tokens", "memory_tokens", "disk_tokens", "remote_tokens",
-        "computed_tokens", "recomputed_tokens", "preemptions",
-    )  # fmt: skip
-    sums: dict[str, Any] = {name: sum(getattr(report, name) for report in reports) for name in names}
+    sums: Counter[str] = Counter()
+    for report in reports:
+        sums.update(report.counts())
     saved = [report.saved_s for report in reports if report.saved_s is not None]
     return {**sums, "miss": None, "miss_token": None, "miss_detail": None, "saved_s": sum(saved) if saved else None}
 

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvire.core.report import MissReason
+from kvire.core.tier_kind import every_kind
 from kvire.engine.client import EngineClient
 from kvire.store.tiered import HandleStats, StoreStats
 
@@ -60,9 +61,8 @@ class EngineCollector(Collector):
             "kvire_prompt_tokens", "Prompt tokens by source of their KV.", labels=["source"]
         )
         by_source.add_metric(["device"], stats.device_tokens)
-        by_source.add_metric(["memory"], stats.memory_tokens)
-        by_source.add_metric(["disk"], stats.disk_tokens)
-        by_source.add_metric(["remote"], stats.remote_tokens)
+        for kind, tokens in every_kind(stats.loaded_tokens).items():
+            by_source.add_metric([kind], tokens)
         by_source.add_metric(["computed"], stats.computed_tokens)
         yield by_source
         yield CounterMetricFamily("kvire_generated_tokens", "Tokens of answers.", stats.generated_tokens)

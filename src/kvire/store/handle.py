@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from kvire.codec.frame import Frames, finish_all
 from kvire.core.errors import BlockMissing, FrameDamaged, FrameForeign, StoreError, TierUnavailable
 from kvire.core.record import BlockId, BlockRecord
+from kvire.plan.cost import Speed
 from kvire.store.memory.tier import Fill
-from kvire.store.speed import PRIORS, SpeedMeter
+from kvire.store.speed import SpeedMeter
 from kvire.store.tier import Buffer, LendsFrames, Prefetching, ReadsRuns, Tier, TierStats
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class TierHandle:
         self.name, self.kind, self.local = tier.name, tier.kind, tier.local
         self._lends = tier if isinstance(tier, LendsFrames) else None
         self._runs = tier if isinstance(tier, ReadsRuns) else None
-        self.meter = SpeedMeter(PRIORS[tier.kind])
+        self.meter = SpeedMeter(Speed(tier.kind.latency_s, tier.kind.bytes_per_s))
         self._ttl_s = ttl_s
         self._lock = threading.Lock()
         self._counts = HandleCounts()

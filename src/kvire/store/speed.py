@@ -6,18 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvire.plan.cost import Speed
-from kvire.store.tier import TierKind
 
 # Each new read counts this much against all before it: the last few dozen decide, and a tier that
 # dies shows at once.
 WEIGHT = 1 / 32
-
-
-PRIORS = {
-    TierKind.MEMORY: Speed(1e-5, 8e9, 0),
-    TierKind.DISK: Speed(1e-4, 1e9, 0),
-    TierKind.REMOTE: Speed(5e-3, 1e8, 0),
-}
 
 
 @dataclass(slots=True)

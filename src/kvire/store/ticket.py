@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvire.core.record import BlockRecord
-from kvire.store.tier import Buffer, TierKind
+from kvire.core.tier_kind import TierKind
+from kvire.store.tier import Buffer
 
 
 class LoadState(StrEnum):

@@ -11,21 +11,13 @@ frame can tell, the bytes are damaged.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 from kvire.core.errors import BlockMissing, FrameDamaged, TierUnavailable
 from kvire.core.record import BlockId, BlockRecord
+from kvire.core.tier_kind import TierKind
 
 Buffer = memoryview  # one-dimensional, of bytes
-
-
-class TierKind(StrEnum):
-    """Where a tier's bytes lie; CacheReport counts tokens by it."""
-
-    MEMORY = "memory"
-    DISK = "disk"
-    REMOTE = "remote"
 
 
 @dataclass(frozen=True, slots=True)

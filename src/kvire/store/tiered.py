@@ -21,6 +21,7 @@ from kvire.core.config import StoreConfig
 from kvire.core.errors import StoreError, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
+from kvire.core.tier_kind import TierKind
 from kvire.plan.cost import Speed
 from kvire.store.explain import Explainer, KeepsNotes, MissAnswer, MissQuery
 from kvire.store.generations import Generation, Generations
@@ -30,7 +31,7 @@ from kvire.store.loader import Loader
 from kvire.store.lookup_thread import AnswerLate, LookupThread
 from kvire.store.memory.tier import Evicting, Fill
 from kvire.store.ticket import Ticket, Wanted
-from kvire.store.tier import Buffer, Tier, TierKind, TierStats
+from kvire.store.tier import Buffer, Tier, TierStats
 from kvire.store.write_behind import DEFAULT_BUFFER_BYTES, WriteBehind
 
 T = TypeVar("T")
@@ -104,7 +105,7 @@ class TieredStore:
         self._lookup_threads = {
             handle.name: LookupThread(handle.name)
             for handle in self._handles
-            if handle.local and handle.kind is not TierKind.MEMORY
+            if handle.local and not handle.kind.is_in_process
         }
         self._tier_stats: dict[str, TierStats] = {}  # as last known, of tiers that are asked beside
         self._saves = self._dropped_saves = 0
@@ -316,7 +317,7 @@ class TieredStore:
         self, record: BlockRecord, kv: Buffer, source: TierHandle, generations: Mapping[str, Generation]
     ) -> None:
         """A block was read: hand it to the handles before the one that gave it."""
-        if source.kind is not TierKind.MEMORY:  # else it was noted when it came
+        if not source.kind.is_in_process:  # else it was noted when it came
             self._explainer.note_stored(record)
         faster = self._handles[: self._handles.index(source)]
         if faster and (generation := generations.get(record.tenant)):

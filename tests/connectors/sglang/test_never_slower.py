@@ -18,9 +18,9 @@ from store.stores import BentTier, open_store
 from kvire.connectors.sglang.pages import PagePool
 from kvire.connectors.sglang.prefill import KEPT, LEAST_KEPT, Misses, QuickPrefill
 from kvire.core.errors import ConfigError
+from kvire.core.tier_kind import TierKind
 from kvire.plan.cost import PrefillSpeed
 from kvire.store.reuse.planner import TRY_AFTER
-from kvire.store.tier import TierKind
 
 COMPUTE_S = 1000.0  # said of all pages, so that no real load comes near
 ASK_S = 1.0

@@ -23,10 +23,10 @@ from kvire.connectors.vllm.messages import Move
 from kvire.connectors.vllm.secondary_requests import GROUP_BYTES, Requests
 from kvire.connectors.vllm.secondary_transfers import Job, Primary, Transfers
 from kvire.core.record import BlockId
+from kvire.core.tier_kind import TierKind
 from kvire.store.reuse.look import Part
 from kvire.store.reuse.planner import TRY_AFTER, Reuse
 from kvire.store.reuse.probe import Probe
-from kvire.store.tier import TierKind
 from kvire.store.tiered import TieredStore
 
 BLOCKS = 6

@@ -13,7 +13,7 @@ from harness.waiting import until
 from store.stores import BentTier, open_store
 
 from kvire.core.record import BlockId
-from kvire.store.tier import TierKind
+from kvire.core.tier_kind import TierKind
 
 FIRST, SECOND = list(range(2 * TOKENS + 1)), list(range(100, 102 + 2 * TOKENS))
 

@@ -86,7 +86,7 @@ def stat_values(place: OpenedStore, survey: Survey) -> dict[str, Any]:
         by_tenant.setdefault(entry.tenant_tag, []).append(entry)
     return {
         "store": place.name,
-        "kind": str(tier.kind),
+        "kind": tier.kind.name,
         "format": {"frame": FRAME_VERSION, "index": INDEX_FORMAT if is_disk else None},
         "health": (tier.degraded if isinstance(tier, DiskTier) else tier.health.error) or "ok",
         "used_bytes": stats.used_bytes if is_disk else None,

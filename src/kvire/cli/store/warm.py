@@ -13,7 +13,6 @@ from kvire.cli.store.options import Json, Raw, Tenant
 from kvire.cli.store.show import print_json
 from kvire.cli.store_config import store_config
 from kvire.core.errors import ConfigError, StoreError
-from kvire.store.tier import TierKind
 
 engine_api = deferred("kvire.llm")
 results = deferred("kvire.engine.result")
@@ -85,7 +84,7 @@ def _check_stored(llm: Any) -> None:
         raise StoreError(f"not all blocks were stored within {FLUSH_S:.0f} s: run this again to store the rest")
     for name, level in tiers.stats().handles.items():
         lost = level.counts.dropped + level.counts.refused
-        if lost and level.kind is not TierKind.MEMORY:
+        if lost and not level.kind.is_in_process:
             reasons = sorted(level.tier.refused) or ["too busy, or it does not answer"]
             raise StoreError(
                 f"{lost:,} blocks were not stored in {name} ({', '.join(reasons)}): kvire store stat says more"

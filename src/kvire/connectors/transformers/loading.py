@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvire.core.keys import BlockKey
 from kvire.core.report import CacheReport, MissReason
+from kvire.core.tier_kind import TierKind
 from kvire.plan.cost import Way
 from kvire.store.reuse.chain import Chain
 from kvire.store.reuse.load import Miss, explained, reason_of
@@ -16,7 +17,6 @@ from kvire.store.reuse.look import Found, needed, reach
 from kvire.store.reuse.planner import Reuse
 from kvire.store.reuse.reused import Reused
 from kvire.store.ticket import LoadState
-from kvire.store.tier import TierKind
 
 PATIENCE_S = 60.0  # with a load, before it is known how long computing takes; the loader itself gives up dead tiers
 QUEUED_S = 2.0  # with blocks of the call before that are still being written

@@ -2,6 +2,7 @@
 and worker.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -29,10 +30,11 @@ from kvire.connectors.vllm.metrics import KvireMetrics, KvireStats
 from kvire.connectors.vllm.pages import open_pages
 from kvire.connectors.vllm.scheduler import SchedulerSide
 from kvire.connectors.vllm.worker import WorkerSide
-from kvire.store.tier import TierKind
+from kvire.core.tier_kind import TierKind
 
 OWNER = "kvire"  # in KV events
-SOURCES = {TierKind.MEMORY: "host", TierKind.DISK: "disk", TierKind.REMOTE: "external_unspecified"}  # vLLM's names
+SOURCES = {TierKind.MEMORY: "host", TierKind.DISK: "disk"}  # vLLM's names
+OTHER_SOURCE = "external_unspecified"
 LEAST_BUFFER_BYTES, MOST_BUFFER_BYTES = 64 << 20, 1 << 30  # for blocks on their way into the tiers
 SCHEDULER_BUFFER_BYTES = 1 << 20  # that side saves nothing
 
@@ -178,7 +180,10 @@ class KvireConnector(KVConnectorBase_V1, SupportsHMA):
 
         if num_external_tokens == 0:
             return {}
-        return {CacheHitSource(SOURCES[kind]): tokens for kind, tokens in self._side.sources(request).items()}
+        sources: Counter[Any] = Counter()
+        for kind, tokens in self._side.sources(request).items():
+            sources[CacheHitSource(SOURCES.get(kind, OTHER_SOURCE))] += tokens
+        return dict(sources)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The plan of this step."""

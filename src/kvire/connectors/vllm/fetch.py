@@ -105,8 +105,8 @@ class Fetcher:
         for number, is_there in enumerate(arrived):
             source, failure = ticket.source(number), ticket.failure(number)
             if is_there and source is not None:
-                self.count("loaded_blocks", source, 1)
-                self.count("loaded_bytes", source, ticket.wanted[number].record.kv_bytes)
+                self.count("loaded_blocks", source.name, 1)
+                self.count("loaded_bytes", source.name, ticket.wanted[number].record.kv_bytes)
             elif failure is not None:
                 self.count("failed_blocks", failure.reason, 1)
             elif not in_order:

@@ -20,12 +20,12 @@ from kvire.connectors.vllm.requests import Tracked, exclusion
 from kvire.connectors.vllm.steps import Steps
 from kvire.core.keys import BlockKey, Namespace
 from kvire.core.record import BlockRecord
+from kvire.core.tier_kind import TierKind
 from kvire.plan.cost import Way
 from kvire.store.explain import MissAnswer, StoreMiss
 from kvire.store.reuse.look import Found, Part, Word, needed
 from kvire.store.reuse.planner import Reuse
 from kvire.store.reuse.probe import Probe
-from kvire.store.tier import TierKind
 from kvire.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from typing import Any, Self
 from kvire.core.errors import ConfigError, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
+from kvire.core.tier_kind import TierKind
 from kvire.store.disk.access import DiskAccess, since_boot
 from kvire.store.disk.allocator import MIN_CAPACITY_BYTES, Evicted
 from kvire.store.disk.files import Files
@@ -32,7 +33,7 @@ from kvire.store.disk.reader import DiskReader, ReadAhead
 from kvire.store.disk.segments import SlotHeader, slot_bytes_for
 from kvire.store.disk.upkeep import Touches, Upkeep, overwrite_free, remove_rows
 from kvire.store.disk.writer import DiskWriter
-from kvire.store.tier import Buffer, Entry, ReadOutcome, TierKind, TierStats
+from kvire.store.tier import Buffer, Entry, ReadOutcome, TierStats
 
 TAG_BYTES = 16
 AT_ONCE = 32  # blocks changed in one transaction: what a small journal takes, and others do not wait for

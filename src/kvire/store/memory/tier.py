@@ -16,10 +16,11 @@ from typing import Protocol, runtime_checkable
 from kvire.core.errors import BlockMissing, FrameDamaged, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
+from kvire.core.tier_kind import TierKind
 from kvire.store.eviction.order import Candidate, EvictionOrder, TenantBlocks
 from kvire.store.eviction.policy import EvictionPolicy
 from kvire.store.memory.arena import Arena, Extent
-from kvire.store.tier import Buffer, Entry, TierKind, TierStats
+from kvire.store.tier import Buffer, Entry, TierStats
 
 SWEEP_S = 1.0  # expired blocks are invisible at once; their memory comes back this much later, with the next write
 

@@ -17,10 +17,11 @@ from kvire.codec.frame import Header
 from kvire.core.errors import FrameDamaged, FrameForeign, TierUnavailable
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId, BlockRecord
+from kvire.core.tier_kind import TierKind
 from kvire.store.health import PROBE_AFTER_S, CircuitBreaker, Health
 from kvire.store.remote.backend import BATCH, BLOCKS, PINS, STAMP_BYTES, Backend, StoredObject, stamp, stamped
 from kvire.store.remote.deadline import Deadline
-from kvire.store.tier import Buffer, Entry, TierKind, TierStats
+from kvire.store.tier import Buffer, Entry, TierStats
 
 DEFAULT_TIMEOUT_S = 0.5
 _BLOCK_NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})-(0|[1-9][0-9]{0,4})")

@@ -11,11 +11,11 @@ from time import monotonic
 from typing import NamedTuple
 
 from kvire.core.report import MissReason
+from kvire.core.tier_kind import TierKind
 from kvire.plan.cost import PrefillSpeed, Speed, Way, choose
 from kvire.store.explain import Explanation, StoreMiss
 from kvire.store.reuse.look import Found
 from kvire.store.ticket import FailureReason, LoadState, Ticket
-from kvire.store.tier import TierKind
 
 _FAILURES = {FailureReason.DAMAGED: MissReason.DAMAGED, FailureReason.UNAVAILABLE: MissReason.UNAVAILABLE}
 _KNOWN_NOTHING = (MissReason.NEVER_STORED, MissReason.SHORTER_THAN_BLOCK)
@@ -69,8 +69,6 @@ PROBE_SHARE = 0.015
 # faster per token.
 LEAST_CHUNK_TOKENS, PROBE_CHUNK_TOKENS = 64, 128
 CHUNK_SHARE = 0.25  # of what is still to be loaded
-
-_SLOWEST_FIRST = (TierKind.REMOTE, TierKind.DISK, TierKind.MEMORY)
 
 
 class Load:
@@ -128,7 +126,7 @@ class Load:
         slowest part.
         """
         kinds = {self.ticket.source(place) for place in self._at[max(index, self._first)]}
-        return next(kind for kind in _SLOWEST_FIRST if kind in kinds)
+        return max((kind for kind in kinds if kind is not None), key=lambda kind: kind.latency_s)
 
     def claim(self, index: int, stop: int) -> int:
         """Take blocks from `index` on for computing; the first one, up to `stop`, that cannot be

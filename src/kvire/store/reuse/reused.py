@@ -7,10 +7,10 @@ from collections.abc import Callable
 from time import monotonic
 
 from kvire.core.report import CacheReport, MissReason
+from kvire.core.tier_kind import TierKind
 from kvire.store.explain import MissAnswer
 from kvire.store.reuse.load import Load, Miss, explained
 from kvire.store.reuse.look import Found
-from kvire.store.tier import TierKind
 
 FRESH_S = 0.25  # how long a look is believed: a prompt that waits for a seat is looked at in every step
 
@@ -21,7 +21,7 @@ class Reused:
     load: blocks on their way from the store; None if none are.
     may_load: whether it may load once more.
     device_tokens: reused from the device's own blocks.
-    loaded_tokens: by kind of tier.
+    loaded_tokens: by the kind of tier's name.
     spans: (start, stop) of prompt tokens that were loaded.
     waited_s: for loads.
     saved_s: what computing the reused tokens would have taken, less what was waited; None if nobody
@@ -36,7 +36,7 @@ class Reused:
         self.load: Load | None = None
         self.may_load = True
         self.device_tokens = 0
-        self.loaded_tokens: Counter[TierKind] = Counter()
+        self.loaded_tokens: Counter[str] = Counter()
         self.spans: list[tuple[int, int]] = []
         self.waited_s = 0.0
         self.saved_s: float | None = None
@@ -59,7 +59,7 @@ class Reused:
 
     def take(self, kind: TierKind, tokens: int) -> None:
         """Tokens came from a tier."""
-        self.loaded_tokens[kind] += tokens
+        self.loaded_tokens[kind.name] += tokens
 
     def missed(self, token: int, reason: MissReason) -> None:
         """The token was computed although something was, or could have been, loaded.
@@ -95,9 +95,7 @@ class Reused:
         miss = self.why()
         return CacheReport(
             device_tokens=self.device_tokens,
-            memory_tokens=self.loaded_tokens[TierKind.MEMORY],
-            disk_tokens=self.loaded_tokens[TierKind.DISK],
-            remote_tokens=self.loaded_tokens[TierKind.REMOTE],
+            loaded_tokens=dict(self.loaded_tokens),
             computed_tokens=prompt_tokens - self.device_tokens - self.loaded_tokens.total(),
             miss=miss.reason,
             miss_token=miss.token,
