@@ -1,4 +1,4 @@
-"""What people see while they wait, and numbers as they read them."""
+"""Progress bars, tables and numbers for people."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
@@ -12,9 +12,7 @@ console = Console(stderr=True, highlight=False)
 
 
 class LoadProgress:
-    """A bar on standard error per stage of work that takes long (kvire.models.progress
-    says when).
-    """
+    """A bar on standard error per long stage of work, as kvire.models.progress defines it."""
 
     def __init__(self) -> None:
         self._bars = Progress(
@@ -29,7 +27,7 @@ class LoadProgress:
         self._bars.stop()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Draw nothing before the first call and after the last one: serving goes on for hours."""
+        """Draw nothing before the first call and after the last one: serving takes hours."""
         if stage not in self._tasks:
             self._bars.start()
             self._tasks[stage] = self._bars.add_task(stage, total=total)
@@ -46,8 +44,7 @@ def seconds(value: float) -> str:
 
 
 def tables_of_columns(out: Console, build: Callable[[Sequence[Any]], Table], columns: Sequence[Any]) -> Iterator[Table]:
-    """One table, or if there is no room for it several, each with as many of the columns as `out`
-    shows whole.
+    """One table, or several if `out` is too narrow, each with all columns that fit whole.
 
     build: makes a table whose columns do not wrap.
     """
@@ -61,6 +58,6 @@ def tables_of_columns(out: Console, build: Callable[[Sequence[Any]], Table], col
 
 
 def _width(out: Console, table: Table) -> int:
-    """What a table takes where there is room for all of it."""
+    """The width of a table with enough room."""
     lines = out.render_lines(table, out.options.update(width=MOST_COLUMNS), pad=False)
     return max(sum(segment.cell_length for segment in line) for line in lines)

@@ -70,8 +70,7 @@ def doctor(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Say from request logs what a prefix cache could reuse, and where prompts part that are
-    otherwise the same.
+    """Show from request logs what a prefix cache could reuse, and where similar prompts part.
 
     Reads JSONL or a JSON array of OpenAI (chat, completions, responses, batch files), Anthropic,
     Bedrock Converse or Gemini requests, bare or wrapped with response, usage and time; or plain
@@ -99,7 +98,7 @@ def doctor(
     if html is not None:
         diagnosis_page(values).write(html)
     if as_json:
-        print(json.dumps(values, indent=2))  # ASCII: names of models may have what is no UTF-8
+        print(json.dumps(values, indent=2))  # ASCII: names of models may be invalid UTF-8
         return
 
     print_diagnosis(values, Console())

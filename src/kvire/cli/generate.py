@@ -44,8 +44,7 @@ def generate(
 ) -> None:
     """Answer one prompt, from the command line, a file or standard input.
 
-    The text is printed as it comes; a line on standard error says what was reused and how fast it
-    was.
+    The text is printed as it comes; a line on standard error shows reuse and speed.
     """
     text = _read_prompt(prompt, file)
     sampling["stop"] = tuple(stop or ())

@@ -1,8 +1,8 @@
 """Commands and modules that are imported when they are used: `--help` must not wait for torch.
 
-The only place for that.
+The only place for lazy imports.
 
-A group knows its commands by where they are declared; help pages take their first lines from the
+A group knows the modules that declare its commands; help pages take their first lines from the
 source text.
 """
 
@@ -18,9 +18,9 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class Declared(NamedTuple):
-    """Where a command is: a function, or a typer.Typer of commands.
+    """A command's place: a function, or a typer.Typer of commands.
 
-    about: for lists of commands; None: the beginning of its docstring.
+    about: text in lists of commands; None: the beginning of its docstring.
     """
 
     module: str
@@ -44,7 +44,7 @@ def deferred(module: str) -> Any:
 
 
 class _Commands(dict[str, Any]):
-    """Commands by name, loaded one by one as they are asked for."""
+    """Commands by name, each loaded when asked for."""
 
     def __init__(self, declared: Mapping[str, Declared]) -> None:
         super().__init__()
@@ -123,9 +123,7 @@ def loaded(name: str, declared: Declared) -> Any:
 
 
 def about(declared: Declared) -> str:
-    """What a list of commands says of one: the beginning of its docstring, read without importing
-    it.
-    """
+    """A command's text in a list: the beginning of its docstring, read without importing it."""
     if declared.about is not None:
         return declared.about
     spec = find_spec(declared.module)

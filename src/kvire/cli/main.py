@@ -77,12 +77,13 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
-    """What holds for every command."""
+    """Options of every command."""
 
 
 def app() -> None:
-    """Run the command; a mistake of the user's ends with a message and status 2, not with a
-    traceback.
+    """Run the command.
+
+    A mistake of the user's ends with a message and status 2, not with a traceback.
     """
     try:
         cli()

@@ -1,4 +1,4 @@
-"""`kvire models`: which models there are, and what is known of one without loading it."""
+"""`kvire models`: the models there are, and facts about one without loading it."""
 
 import json
 from dataclasses import asdict
@@ -34,9 +34,7 @@ def ls(as_json: Json = False) -> None:
 
 
 def show(model: opt.Model, as_json: Json = False) -> None:
-    """Architecture, layers, context, weights, and bytes of KV per token, without
-    loading the model.
-    """
+    """Architecture, layers, context, weights, KV bytes per token; the model is not loaded."""
     facts = describe(model)
     if as_json:
         _print_json(asdict(facts) | {"memory_bytes": facts.memory_bytes})

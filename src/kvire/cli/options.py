@@ -32,13 +32,16 @@ ENGINE: dict[str, tuple[Any, Any]] = {
         _option(str, f"Dtype of the pool: {dtypes.names()}.", _ENGINE),
         "float32",
     ),
-    "kv_memory": (_option(str, "Size of the KV pool, such as 2GiB; auto takes half of what is free.", _ENGINE), "auto"),
+    "kv_memory": (
+        _option(str, "Size of the KV pool, such as 2GiB; auto takes half of the free memory.", _ENGINE),
+        "auto",
+    ),
     "block_size": (_option(int, "Tokens per block, the granularity of reuse.", _ENGINE), 16),
     "prefix_cache": (_option(bool, "Remember the blocks of finished requests and reuse them.", _ENGINE), True),
     "max_model_len": (
         _option(
             int | None,
-            "Longest prompt and answer together, in tokens; by default what the model and the pool allow.",
+            "Longest prompt and answer together, in tokens; by default the limit of model and pool.",
             _ENGINE,
             show_default=False,
         ),
@@ -46,7 +49,7 @@ ENGINE: dict[str, tuple[Any, Any]] = {
     ),
     "attention": (_option(str, "auto, native (C++ kernels) or portable (no compiler needed).", _ENGINE), "auto"),
     "deterministic": (
-        _option(bool, "The same bits whatever is cached and whoever else is served; slower, float32 only.", _ENGINE),
+        _option(bool, "The same bits for any cache content and any other requests; slower, float32 only.", _ENGINE),
         False,
     ),
     "kv_cache": (
@@ -60,13 +63,13 @@ ENGINE: dict[str, tuple[Any, Any]] = {
     ),
     "device": (_option(str, "Where model and pool live: auto (a GPU if there is one), cpu or cuda.", _ENGINE), "auto"),
 }
-# Those that matter only where many are served.
+# Options that matter only with many requests at once.
 SERVING: dict[str, tuple[Any, Any]] = {
     "max_batch_tokens": (_option(int, "Tokens computed in one step at most.", _ENGINE), 512),
     "max_num_seqs": (_option(int, "Answers written at once at most.", _ENGINE), 32),
     "max_queue": (_option(int, "Requests that may wait; more are answered 429.", _ENGINE), 256),
 }
-# Where blocks are kept below the pool (cli/store_options.py).
+# The store below the pool (cli/store_options.py).
 STORE: dict[str, tuple[Any, Any]] = {
     "store": (
         _option(
@@ -80,7 +83,7 @@ STORE: dict[str, tuple[Any, Any]] = {
     "disk_size": (
         _option(
             str | None,
-            "What that folder may take at most; a new one gets 20 GB, or a tenth of the free space if that is less.",
+            "Limit of that folder's size; a new one gets 20 GB, or a tenth of the free space if that is less.",
             _STORE,
             show_default=False,
         ),
@@ -101,7 +104,7 @@ STORE: dict[str, tuple[Any, Any]] = {
         ),
         None,
     ),
-    "encrypt": (_option(bool, "Seal what is stored outside this process with AES-256-GCM.", _STORE), True),
+    "encrypt": (_option(bool, "Seal blocks outside this process with AES-256-GCM.", _STORE), True),
     "key_file": (
         _option(Path | None, "The file with the keys of the seal; yours by default.", _STORE, show_default=False),
         None,
@@ -129,9 +132,7 @@ SAMPLING: dict[str, tuple[Any, Any]] = {
 
 
 def shared(**groups: dict[str, tuple[Any, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of `groups`; it gets each group as one dict, by the
-    group's name.
-    """
+    """Give a command the options of `groups`, each passed as one dict under its name."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in signature(command).parameters.values() if p.name not in groups]

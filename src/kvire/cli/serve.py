@@ -38,8 +38,8 @@ def serve(
 ) -> None:
     """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.
 
-    Every answer's usage says how many prompt tokens came from the cache. What was computed is kept
-    on disk, sealed, so that the next start is warm (--no-store: it is not).
+    Every answer's usage says how many prompt tokens came from the cache. Computed KV is kept on
+    disk, sealed, so that the next start is warm (--no-store: it is not).
     """
     options = ServerOptions(
         host=host,

@@ -1,6 +1,4 @@
-"""From a command's store options to a StoreConfig: sizes that fit the disk, and a folder by
-default.
-"""
+"""From a command's store options to a StoreConfig, with a folder and sizes that fit the disk."""
 
 from typing import Any
 
@@ -9,14 +7,14 @@ from kvire.core.errors import ConfigError
 from kvire.core.memory import format_size, parse_size
 from kvire.store.place import DISK_BYTES, default_store
 
-SMALLEST_DISK_BYTES = 5 << 20  # with its part for sessions, what a disk tier can work with
+SMALLEST_DISK_BYTES = 5 << 20  # with its part for sessions, the least for a disk tier
 DAYS_OF_WEAR = 10  # times DISK_BYTES that a folder may be written in a day
 
 
 def store_config(given: dict[str, Any], engine: dict[str, Any], *, default: bool) -> StoreConfig | None:
     """The store asked for; None for none.
 
-    default: have one in the cache folder if nothing is said.
+    default: use the cache folder if no store is given.
 
     Raises ConfigError where options contradict each other.
     """

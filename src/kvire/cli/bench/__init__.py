@@ -1,3 +1,4 @@
-"""`kvire bench`: command.py and options.py have the options, arms.py what is measured; the rest is
-kvire.bench.
+"""`kvire bench`: the options are in command.py and options.py, the servers in arms.py.
+
+The rest is kvire.bench.
 """

@@ -1,4 +1,4 @@
-"""From the options of `kvire bench` to what is measured, and on which servers."""
+"""From the options of `kvire bench` to its settings and servers."""
 
 import json
 import re
@@ -74,9 +74,7 @@ def arms_of(given: Given, settings: Settings) -> dict[str, Arm]:
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """A command line for a report that others may read: without keys, and names and passwords in
-    addresses.
-    """
+    """A command line for a public report: without keys, and names and passwords in addresses."""
     told = []
     for before, word in zip(("", *words), words, strict=False):
         name, sign, _ = word.partition("=")
@@ -86,7 +84,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Say before ten minutes of measuring, not after, that a file cannot be written."""
+    """Fail before ten minutes of measuring, not after, if a file cannot be written."""
     for path in paths:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ConfigError(f"cannot write {path}: name a file in a folder that exists")
@@ -145,7 +143,7 @@ def _fields(text: str | None) -> dict[str, Any] | None:
 
 
 def _states(given: Given) -> tuple[TierState, ...]:
-    """Those asked for, else all that every arm has."""
+    """The states asked for, else those that every arm has."""
     if given["state"] is not None:
         letters = given["state"].replace(",", "").replace(" ", "").upper()
         try:

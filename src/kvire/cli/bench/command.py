@@ -1,4 +1,4 @@
-"""`kvire bench`: what the cache is worth on this machine, in tier states that are proved."""
+"""`kvire bench`: the gain of the cache on this machine, in proved tier states."""
 
 import signal
 import sys
@@ -30,8 +30,9 @@ def run(
     asked: dict[str, Any],
     written: dict[str, Any],
 ) -> None:
-    """Measure what the cache is worth: the same questions with their KV nowhere, in the pool, in
-    memory, on disk, and without reuse.
+    """Measure the gain of the cache: the same questions with KV in each tier, and without.
+
+    States: KV nowhere, in the pool, in memory, on disk, and without reuse.
 
     A state is named only if counters prove it.
 
@@ -51,7 +52,7 @@ def run(
     check_outputs(*written.values())
     settings = settings_of(asked)
     arms = arms_of(asked, settings)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers that were started end as well
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that started servers end as well
     with _Steps() as steps:
         report = measure(arms, settings, steps, command=["kvire", *without_secrets(sys.argv[1:])])
     print_report(report)  # before the files: a full disk must not cost the run
@@ -101,5 +102,5 @@ class _Steps:
         self._bars.stop()
 
     def __call__(self, step: int, steps: int, what: str) -> None:
-        """A step begins; those before it are done."""
+        """A step begins; earlier ones are done."""
         self._bars.update(self._task, completed=step - 1, total=steps, description=what)

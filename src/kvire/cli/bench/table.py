@@ -17,7 +17,7 @@ WIDE = 150  # columns of a terminal that show every figure
 
 
 def print_report(report: BenchReport) -> None:
-    """Figures, what has to be read beside them, and B over A where there are two arms."""
+    """Figures with their notes, and B over A if there are two arms."""
     out = Console()
     columns = [column for column in figures.FIGURES if out.width >= WIDE or column[0] in figures.BRIEF]
     for title, rows in groupby(report["rows"], key=lambda row: _title(report, row)):
@@ -44,7 +44,7 @@ def _title(report: BenchReport, row: BenchRow) -> str:
 
 
 def print_comparison(comparison: Comparison, *, as_json: bool) -> None:
-    """Ratios, what differs, what is missing on one side."""
+    """Ratios, differences, and rows missing on one side."""
     if as_json:
         ratios = [
             {

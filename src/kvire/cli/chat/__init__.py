@@ -1,1 +1,1 @@
-"""`kvire chat`: command.py is the loop, conversation.py what was said."""
+"""`kvire chat`: command.py is the loop, conversation.py the messages."""

@@ -71,8 +71,9 @@ def chat(
 
 
 def _with_folder(config: StoreConfig | None, session: str) -> StoreConfig:
-    """The store's options; raises ConfigError or StoreError if a session of this name cannot be
-    kept there.
+    """The store's options.
+
+    Raises ConfigError or StoreError if a session of this name cannot be kept there.
     """
     check_name(session)
     if config is None or config.path is None:
@@ -84,7 +85,7 @@ def _with_folder(config: StoreConfig | None, session: str) -> StoreConfig:
 
 
 def _resume(talk: Conversation, kept: Any) -> None:
-    """Go on where the session was left."""
+    """Continue where the session was left."""
     if not kept.messages:
         return
     if talk.system is not None and talk.messages[0] != kept.messages[0]:
@@ -108,7 +109,7 @@ class Terminal:
     """Reads lines, prints answers.
 
     sampling: SamplingParams of every answer.
-    session: a ChatSession that keeps it.
+    session: a ChatSession that keeps the chat.
     """
 
     def __init__(self, llm: Any, conversation: Conversation, sampling: dict[str, Any], session: Any = None) -> None:
@@ -244,7 +245,7 @@ class Terminal:
         return True
 
     def _compare(self) -> None:
-        """What length costs: the same question here and in a fresh chat."""
+        """The cost of length: the same question here and in a fresh chat."""
         talk = self.conversation
         question = next((m for m in reversed(talk.messages) if m["role"] == "user"), None)
         if question is None:

@@ -1,4 +1,4 @@
-"""A chat as data: its messages, how much context they take, and what dropping some would cost."""
+"""A chat as data: its messages, their share of the context, and the cost of dropping some."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +12,7 @@ class Conversation:
 
     llm: encodes them.
     max_tokens: longest answer.
-
-    known: exact ids of the last prompt and answer; the next prompt begins with them where it can.
+    known: exact ids of the last prompt and answer; the next prompt begins with them if possible.
     """
 
     llm: Any
@@ -38,9 +37,7 @@ class Conversation:
 
     @property
     def reserve(self) -> int:
-        """Tokens kept free for the next answer: what it may take, but no more than a quarter of the
-        context.
-        """
+        """Tokens kept free for the next answer: its limit, at most a quarter of the context."""
         return min(self.max_tokens, self.limit // 4)
 
     def encoded(self, messages: list[dict[str, Any]] | None = None) -> tuple[int, ...]:
@@ -49,7 +46,7 @@ class Conversation:
         return ids
 
     def prompt(self, messages: list[dict[str, Any]] | None = None) -> Any:
-        """The same as a ChatPrompt, which also says how much of `known` it does not begin with."""
+        """The same as a ChatPrompt, which also has the number of `known` tokens that it drops."""
         return self.llm.continue_chat(self.messages if messages is None else messages, self.known)
 
     def fits(self, messages: list[dict[str, Any]]) -> bool:
@@ -57,12 +54,13 @@ class Conversation:
         return len(self.encoded(messages)) + self.reserve <= self.limit
 
     def without_oldest_turns(self) -> tuple[list[dict[str, Any]], int, int]:
-        """(messages left, turns dropped, cached tokens lost) when the oldest turns go.
+        """(messages left, turns dropped, cached tokens lost) after dropping the oldest turns.
 
         Everything after the first dropped turn moves: its KV no longer follows the same prefix and
-        is computed again. To pay that price seldom, turns go until half of the context is free.
+        is computed again. To pay that price seldom, turns are dropped until half of the context is
+        free.
         """
-        before = self.encoded(self.messages[:-1])  # what was said so far; the last message is new
+        before = self.encoded(self.messages[:-1])  # the chat so far; the last message is new
         head = [m for m in self.messages[:1] if m["role"] == "system"]
         turns = self.messages[len(head) :]
         dropped = 0
@@ -77,7 +75,7 @@ class Conversation:
 
 
 def _turn_length(messages: list[dict[str, Any]]) -> int:
-    """Messages of the first turn: what the user said, and everything up to what they said next."""
+    """Messages of the first turn: the user's, and everything up to the user's next one."""
     return next((i for i, m in enumerate(messages) if i and m["role"] == "user"), len(messages) - 1)
 
 

@@ -1,3 +1,4 @@
-"""`kvire plan`: command.py and options.py ask, show.py and picture.py show; the plan itself is
-kvire.plan.
+"""`kvire plan`: options in command.py and options.py, output in show.py and picture.py.
+
+The plan itself is kvire.plan.
 """

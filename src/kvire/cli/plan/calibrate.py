@@ -1,6 +1,4 @@
-"""Measuring this machine for the planner: prefill at several lengths, decode, and the store's local
-tiers.
-"""
+"""Measures this machine for the planner: prefill at several lengths, decode, local tiers."""
 
 import random
 import tempfile
@@ -23,7 +21,7 @@ from kvire.llm import LLM
 from kvire.models.planned import find_model
 from kvire.plan.calibration import TIERS, Asked, CalibrationSamples, CalibrationTimes, record
 
-LENGTHS = (256, 1024, 3072)  # of prompts; a plan between and a little beyond them is measured, the rest is scaled
+LENGTHS = (256, 1024, 3072)  # of prompts; plans between and slightly above them are measured, others scaled
 REPEATS = 3
 TAIL_TOKENS = 32  # of another question about the same text
 WARM_TOKENS = 64  # of a first prompt that is not counted: it touches everything for the first time
@@ -47,8 +45,9 @@ def measure(model: str, kv_dtype: str, lengths: Sequence[int] = LENGTHS, repeats
 
 
 def collect(model: str, kv_dtype: str, lengths: Sequence[int], repeats: int) -> CalibrationSamples:
-    """Times in the states E, G, R and D, length after length, so that a machine's moods touch all
-    alike.
+    """Times in the states E, G, R and D.
+
+    They are taken length after length, so that changes in the machine's speed affect all alike.
     """
     samples = CalibrationSamples()
     with Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as bars:
@@ -79,7 +78,7 @@ class _Place:
         return StoreConfig(path=self.folder / "store", disk_bytes=STORE_BYTES, key_file=keys)
 
     def make_cold(self) -> None:
-        """Let nothing but the tier itself have what was stored."""
+        """Drop stored blocks from everything but the tier itself."""
         if self.state == "D":
             drop(self.folder / "store")
 
@@ -92,8 +91,8 @@ def _one_tier(
     samples: CalibrationSamples,
     advance: Callable[[], object],
 ) -> None:
-    """Every length: nothing kept (E), the pool (G), another question on it, and with an empty pool
-    the tier.
+    """Every length: nothing kept (E), the pool (G), another question, the tier with an
+    empty pool.
     """
     name = TIERS[place.state]
     try:
@@ -136,6 +135,6 @@ def _decode_s(llm: LLM, ids: list[int]) -> float:
 
 
 def _tokens(llm: LLM, count: int) -> list[int]:
-    """A prompt that nobody has asked before."""
+    """A new prompt."""
     vocabulary = len(llm.tokenizer)
     return [random.randrange(vocabulary // 50, vocabulary * 4 // 5) for _ in range(count)]  # noqa: S311 - no secret

@@ -1,6 +1,4 @@
-"""`kvire plan`: what a model's KV takes, what keeping it is worth, and what to buy, before anything
-is bought.
-"""
+"""`kvire plan`: the size of a model's KV, the gain of keeping it, and the hardware to buy."""
 
 import json
 import sys
@@ -74,8 +72,9 @@ def plan(
     use: dict[str, Any],
     money: dict[str, Any],
 ) -> None:
-    """Bytes per token, users per machine, break-even bandwidth, times per tier, prices: buy X GB of
-    Y, or nothing.
+    """Bytes per token, users per machine, break-even bandwidth, times per tier, prices.
+
+    The answer: buy X GB of Y, or nothing.
 
     Bytes are exact, by the model's config; times are estimates unless this machine was measured
     (--calibrate).
@@ -123,7 +122,7 @@ def _calibrate(name: str, machine: dict[str, Any], kv_dtype: str) -> dict[str, A
 
 
 def _check(planned: "Plan", path: Path, out: Console, *, as_json: bool) -> None:
-    """Rows of a bench report beside what this plan predicts for them."""
+    """Rows of a bench report beside this plan's predictions."""
     if planned.who is None:
         raise ConfigError(
             "a prediction needs a machine: --hardware measured after --calibrate, or a device of the table"

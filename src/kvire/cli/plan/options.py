@@ -1,4 +1,4 @@
-"""The options of `kvire plan`, by what they describe."""
+"""The options of `kvire plan`, by subject."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -54,7 +54,7 @@ def _model(plan: dict[str, Any], out: Console) -> None:
 
 
 def _allocation(kv: dict[str, Any], out: Console) -> None:
-    """Whose bytes these are: engines that know no windows reserve more."""
+    """The engine of these bytes: engines without windows reserve more."""
     exact, whole = kv["all_users_bytes"], kv["without_window_groups"]["all_users_bytes"]
     if whole > exact:
         out.print(
@@ -162,7 +162,7 @@ def _verdict(plan: dict[str, Any], out: Console) -> None:
 
 
 def _worth_showing(offers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that help, and of a tier that never does its best: so that no tier is missing."""
+    """Useful rows, and the best row of a tier that never helps: no tier is missing."""
     best = {offer["tier"]: offer for offer in sorted(offers, key=lambda offer: float(offer["saving"]))}
     return [offer for offer in offers if offer["saving"] >= LEAST_SAVING or best[offer["tier"]] is offer]
 

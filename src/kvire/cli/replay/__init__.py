@@ -1,3 +1,4 @@
-"""`kvire replay`: command.py has the options, show.py what is shown; the replay itself is
-kvire.replay.
+"""`kvire replay`: options in command.py, output in show.py.
+
+The replay itself is kvire.replay.
 """

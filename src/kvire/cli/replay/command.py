@@ -1,4 +1,4 @@
-"""`kvire replay`: what a cache of which size would have hit on a recorded trace."""
+"""`kvire replay`: hit rates of caches of several sizes on a recorded trace."""
 
 import json
 import re
@@ -139,9 +139,9 @@ def replay(
 
 
 def _token_kv(model: str | None, kv_dtype: str | None, bytes_per_token: int | None) -> "TokenKV | None":
-    """What a store keeps of a token; None if nobody said.
+    """The KV of one token; None if not given.
 
-    Raises ConfigError if it was said twice, or in part.
+    Raises ConfigError if it was given twice, or in part.
     """
     if model is not None and bytes_per_token is not None:
         raise ConfigError("give either --model or --bytes-per-token: one is counted, the other given")

@@ -13,7 +13,7 @@ from kvire.report import charts
 
 
 def show(values: dict[str, Any], out: Console) -> None:
-    """Print what `kvire.replay.report` built."""
+    """Print the report of `kvire.replay.report`."""
     trace = values["trace"]
     out.print(
         f"{trace['name']} ({trace['format']}): {trace['requests']:,} requests in {trace['duration_s']:,.0f} s, "
@@ -94,7 +94,7 @@ def tokens(count: float) -> str:
 def draw(values: dict[str, Any], path: Path) -> None:
     """Write the curves to `path`.
 
-    Raises ConfigError for another ending, or if it cannot be written.
+    Raises ConfigError for another ending, or an unwritable file.
     """
     labels = charts.Labels(
         values["trace"]["name"],

@@ -1,4 +1,4 @@
-"""`kvire store`: look at a store, check it, tidy it, and remove what should not be kept.
+"""`kvire store`: look at a store, check it, tidy it, and remove blocks or tenants.
 
 A command per file.
 """

@@ -7,7 +7,7 @@ from kvire.cli.store.options import Json, KeyFile, Tenant, Where, Yes, ask
 from kvire.cli.store.place import AT_ONCE, late_progress, opened, sessions_of
 from kvire.core.errors import StoreError
 
-WRITERS_S = 2.0  # in which running servers write what they computed before a tenant was forgotten
+WRITERS_S = 2.0  # time for running servers to write blocks computed before a tenant was forgotten
 
 
 def forget(
@@ -15,10 +15,10 @@ def forget(
 ) -> None:
     """Destroy a tenant's key, and remove its blocks and sessions from this store.
 
-    What the key sealed cannot be read again, wherever copies of it are: in other stores, too, whose
-    room comes back with `gc --unreadable`. Not promised: that nothing is left of the key file's old
-    content in snapshots, journals, worn flash or backups; that unsealed blocks (--no-encrypt) are
-    gone from such places; and what running servers hold in memory: restart them.
+    Blocks sealed with the key can never be read again, in any copy: other stores get their room
+    back with `gc --unreadable`. Not promised: that no old content of the key file is left in
+    snapshots, journals, worn flash or backups; that unsealed blocks (--no-encrypt) are gone from
+    such places; and the memory of running servers: restart them.
     """
     with opened(where, key_file) as place, late_progress() as report:
         tag = place.tag_of(tenant)
@@ -50,10 +50,10 @@ def forget(
 
 
 def clear(where: Where = None, yes: Yes = False, key_file: KeyFile = None, as_json: Json = False) -> None:
-    """Remove every block, of all tenants, pinned ones too, and look whether they are gone.
+    """Remove every block, of all tenants, pinned ones too, and check that they are gone.
 
-    Keys and sessions stay (see forget). A server that runs keeps what is in its memory, and may
-    store it again.
+    Keys and sessions stay (see forget). A running server keeps the blocks in its memory, and may
+    store them again.
     """
     with opened(where, key_file) as place, late_progress() as report:
         ids = [entry.id for entry in place.entries(report)]

@@ -26,7 +26,7 @@ TAG = re.compile("[0-9a-f]{32}")  # the name of a tenant's folder of sessions
 class Garbage:
     """Blocks that no request can find.
 
-    unreadable: of tenants whose key is not at hand; others may have it.
+    unreadable: of tenants whose key is missing here; others may have it.
     older: of older builds; others may still run one.
     """
 
@@ -38,7 +38,7 @@ class Garbage:
 
 def gc(
     where: Where = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the blocks to remove.")] = False,
     unreadable: Annotated[
         bool,
         typer.Option(
@@ -67,10 +67,11 @@ def gc(
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
-    """Remove what no request can find: expired blocks, blocks whose beginning is gone, leftovers of
-    crashes.
+    """Remove blocks that no request can find: expired ones, orphans, leftovers of crashes.
 
-    Pinned blocks stay. A folder does not shrink by it: its room is used for the next blocks.
+    Orphans are blocks whose beginning was removed.
+
+    Pinned blocks stay. A folder does not shrink: its room is used for the next blocks.
     """
     with opened(where, key_file) as place, late_progress() as report:
         if unreadable and not place.tenants:
@@ -79,7 +80,7 @@ def gc(
                 "--key-file, or use kvire store clear to remove everything"
             )
         garbage = _garbage(place, report, ttl, unreadable=unreadable)
-        if garbage.orphans:  # a listing of a store in use may miss some: only what is missed twice is missing
+        if garbage.orphans:  # a listing of a store in use may miss some: only blocks missed twice are missing
             again = {entry.id for entry in _garbage(place, report, ttl, unreadable=unreadable).orphans}
             garbage = replace(garbage, orphans=[entry for entry in garbage.orphans if entry.id in again])
         sessions = _unreadable_sessions(place)
@@ -142,13 +143,13 @@ def _is_expired(entry: Entry, now: float, ttl_s: float | None) -> bool:
 
 
 def _leftovers(place: OpenedStore, *, free: bool) -> int:
-    """Bytes that crashes left claimed; only a folder's tier has such."""
+    """Bytes still claimed after crashes; only folders have them."""
     tier = place.tier
     return place.patiently(lambda: tier.leftovers(free=free)) if isinstance(tier, DiskTier) else 0
 
 
 def _unreadable_sessions(place: OpenedStore) -> list[bytes]:
-    """Tags of tenants whose key is not at hand and that have sessions here."""
+    """Tags of tenants with sessions here whose key is missing."""
     if place.folder is None or not (place.folder / SESSIONS).is_dir():
         return []
     names = [path.name for path in (place.folder / SESSIONS).iterdir() if TAG.fullmatch(path.name)]

@@ -19,8 +19,7 @@ def ls(
     """Stored prompts: chains of blocks by namespace, with size, last use and pins.
 
     A key names the last block of a chain, and with it all before; `pin` takes it. Two prompts that
-    begin alike share blocks, which are counted for both. What was said cannot be seen: keys are
-    digests.
+    begin alike share blocks, which are counted for both. The text cannot be seen: keys are digests.
     """
     with opened(where, key_file) as place, late_progress() as report:
         tag = None if tenant is None else place.tag_of(tenant)

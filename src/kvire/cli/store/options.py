@@ -45,6 +45,6 @@ Raw = Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, with
 
 
 def ask(question: str) -> None:
-    """Go on only if the user says so."""
+    """Continue only if the user agrees."""
     console.print(question, markup=False, soft_wrap=True)
     typer.confirm("Go on?", abort=True, err=True)

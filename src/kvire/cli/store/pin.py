@@ -19,7 +19,7 @@ prompts = deferred("kvire.cli.store.prompt")
 
 @dataclass(frozen=True, slots=True)
 class BlockChoice:
-    """Which blocks to pin: by KEY, by namespace, or those of a prompt. Exactly one of them."""
+    """The blocks to pin: by KEY, by namespace, or by prompt. Exactly one of them."""
 
     keys: list[str]
     namespace: str | None
@@ -69,8 +69,8 @@ def pin(
     """Keep blocks: they are neither evicted nor expire until `unpin`, `forget` or `clear`.
 
     With KEY, everything before it is pinned, too, since it is of no use alone. Pinned blocks take
-    room from all others. In Redis and object stores a pin ends expiry; what the server evicts for
-    want of memory is its own setting.
+    room from all others. In Redis and object stores a pin ends expiry; eviction for lack of memory
+    is the server's own setting.
     """
     chosen = BlockChoice(keys or [], namespace, prompt, model, raw)
     _mark(where, key_file, chosen, pinned=True, as_json=as_json)
@@ -86,9 +86,9 @@ def unpin(
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
-    """Let pinned blocks go when room is needed.
+    """Let pinned blocks be evicted when room is needed.
 
-    Blocks that other pinned ones build on stay pinned.
+    Blocks before other pinned ones stay pinned.
     """
     chosen = BlockChoice(keys or [], namespace, prompt, model, raw)
     _mark(where, key_file, chosen, pinned=False, as_json=as_json)
@@ -123,7 +123,7 @@ def _mark(where: str | None, key_file: Path | None, chosen: BlockChoice, *, pinn
 
 
 def _needed_by_pinned(survey: Survey, chosen: list[Entry]) -> set[BlockId]:
-    """Those of the chosen blocks that lie before pinned ones that were not chosen."""
+    """Chosen blocks that come before pinned ones outside the choice."""
     ids = {entry.id for entry in chosen}
     needed = {
         key

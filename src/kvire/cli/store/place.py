@@ -1,4 +1,4 @@
-"""Which store a `kvire store` command is about, and how to get at it beside those who use it."""
+"""The store of a `kvire store` command, opened while engines may use it."""
 
 import os
 import time
@@ -28,7 +28,7 @@ from kvire.store.remote.tier import RemoteTier
 from kvire.store.survey import Survey
 from kvire.store.tier import Entry
 
-TIMEOUT_S = 10.0  # of one request to a remote tier: nobody's first token waits for these commands
+TIMEOUT_S = 10.0  # of one request to a remote tier: no first token waits for these commands
 SQLITE_MAGIC = b"SQLite format 3\x00"
 NOBODY = BlockId(BlockKey(bytes(32)), 0)
 AT_ONCE = 256  # blocks in one call of a tier
@@ -42,7 +42,7 @@ class OpenedStore:
     """One opened store.
 
     folder: of a disk tier, else None.
-    tenants: names by tag, as far as their keys are at hand.
+    tenants: names by tag, of the keys in the key file.
     """
 
     name: str
@@ -52,7 +52,7 @@ class OpenedStore:
     tenants: Mapping[bytes, str]
 
     def notes(self) -> dict[BlockKey, dict[str, str]]:
-        """What was noted of namespaces; remote tiers keep no notes."""
+        """Notes on namespaces; remote tiers keep none."""
         return self.tier.namespaces() if isinstance(self.tier, DiskTier) else {}
 
     def entries(self, report: Progress) -> Iterator[Entry]:
@@ -77,8 +77,8 @@ class OpenedStore:
         return self._each(entries, lambda ids: self.tier.pin(ids, pinned=pinned), "marking blocks", report)
 
     def patiently(self, change: Callable[[], T]) -> T:
-        """What a change gives, tried for a while: a folder that others write to can be too busy for
-        a moment.
+        """The result of a change, retried for a while: a folder in use can be too busy for a
+        moment.
         """
         end = time.monotonic() + (0.0 if self.folder is None else PATIENCE_S)
         while True:
@@ -101,7 +101,7 @@ class OpenedStore:
     def tag_of(self, tenant: str) -> bytes:
         """The tag that stands for a tenant in this store.
 
-        Raises StoreError for one whose key is not at hand.
+        Raises StoreError if its key is missing.
         """
         tags = [tag for tag, name in self.tenants.items() if name == tenant]
         if not tags:
@@ -114,7 +114,7 @@ class OpenedStore:
 def opened(where: str | None, key_file: Path | None) -> Iterator[OpenedStore]:
     """The store at a folder or URL; None: the default folder.
 
-    Makes nothing, neither a store nor a key file.
+    Creates nothing, neither a store nor a key file.
 
     Raises StoreError, also for a tier that stops answering while it is used, or ConfigError.
     """
@@ -148,7 +148,7 @@ def sessions_of(place: OpenedStore) -> Sessions:
 
 @contextmanager
 def late_progress() -> Iterator[Progress]:
-    """Bars on standard error for what takes more than two seconds."""
+    """Bars on standard error for stages of more than two seconds."""
     with LoadProgress() as bars:
         yield LateProgress(bars)
 

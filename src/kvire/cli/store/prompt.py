@@ -1,4 +1,4 @@
-"""Which stored blocks are those of a prompt.
+"""The stored blocks of a prompt.
 
 Needs the model's tokenizer and digests, and so transformers.
 """
@@ -22,11 +22,12 @@ from kvire.models.rope import fix_longrope
 
 
 def prompt_keys(place: OpenedStore, model: str, text: str, *, raw: bool, report: Progress) -> set[BlockKey]:
-    """Keys of the prompt's full blocks, in each namespace of the model that was noted and whose
-    tenant is at hand.
+    """Keys of the prompt's full blocks, in each noted namespace of the model with a known tenant.
 
-    A namespace is the model's if weights and config are; what else it says is taken from the note,
-    and the digest of all that must be the namespace's own. Raises StoreError if there is none.
+    A namespace is the model's if weights and config are; its other fields are taken from the note,
+    and the digest of all must be the namespace's own.
+
+    Raises StoreError if there is none.
     """
     path = resolve(model, progress=report)
     try:
@@ -57,7 +58,7 @@ def prompt_keys(place: OpenedStore, model: str, text: str, *, raw: bool, report:
 
 
 def read_prompts(texts: list[str], files: list[Path]) -> dict[str, str]:
-    """The prompts by what to call them. Raises ConfigError."""
+    """The prompts by name. Raises ConfigError."""
     prompts = {f"prompt {number}": text for number, text in enumerate(texts, 1)}
     for path in files:
         try:
@@ -68,13 +69,11 @@ def read_prompts(texts: list[str], files: list[Path]) -> dict[str, str]:
 
 
 def _known(place: OpenedStore, root: BlockKey, noted: dict[str, str]) -> Namespace | None:
-    """The namespace that was noted, with the salt of the tenant whose it is; None if that key is
-    not at hand.
-    """
+    """The noted namespace, with its tenant's salt; None if that tenant's key is missing."""
     given: dict[str, Any] = {f.name: noted[f.name] for f in fields(Namespace) if f.name in noted}
     try:
         bare = Namespace(**given | {name: int(noted[name]) for name in ("block_size", "layout_version")})
     except (KeyError, TypeError, ValueError):
-        return None  # noted by a version that says other things
+        return None  # noted by a version with other fields
     salted = (bare.with_salt(place.keyring.tenant(name).salt) for name in place.tenants.values())
     return next((namespace for namespace in salted if namespace.root == root), None)

@@ -1,6 +1,4 @@
-"""What `kvire store` commands say about a store: as plain values for --json, and as tables for
-people.
-"""
+"""Output of `kvire store` commands: plain values for --json, tables for people."""
 
 import json
 import time
@@ -36,7 +34,10 @@ def space_values(place: OpenedStore, space: SpaceUse) -> dict[str, Any]:
 
 
 def totals(entries: list[Entry]) -> dict[str, Any]:
-    """How much blocks are. used: when the last one was, in seconds since the epoch."""
+    """Number, size and last use of blocks.
+
+    used: time of the last use, in seconds since the epoch.
+    """
     return {
         "blocks": len(entries),
         "bytes": sum(entry.frame_bytes for entry in entries),
@@ -46,7 +47,10 @@ def totals(entries: list[Entry]) -> dict[str, Any]:
 
 
 def chain_values(space: SpaceUse, chain: StoredChain) -> dict[str, Any]:
-    """One chain. tokens: None if the namespace was not noted."""
+    """One chain.
+
+    tokens: None if the namespace was not noted.
+    """
     return {
         "key": chain.key.hex(),
         "tokens": None if space.block_tokens is None else space.block_tokens * chain.length,
@@ -61,7 +65,7 @@ def chain_values(space: SpaceUse, chain: StoredChain) -> dict[str, Any]:
 
 
 def listing_values(place: OpenedStore, survey: Survey, tenant_tag: bytes | None, limit: int) -> dict[str, Any]:
-    """What `ls` says."""
+    """Values of `ls`."""
     namespaces = []
     for space in survey.spaces:
         if tenant_tag in {None, space.tenant_tag}:
@@ -77,7 +81,7 @@ def listing_values(place: OpenedStore, survey: Survey, tenant_tag: bytes | None,
 
 
 def stat_values(place: OpenedStore, survey: Survey) -> dict[str, Any]:
-    """What `stat` says."""
+    """Values of `stat`."""
     older = {space.root for space in survey.older_builds}
     tier, stats = place.tier, place.tier.stats()
     is_disk = isinstance(tier, DiskTier)
@@ -171,7 +175,7 @@ def tenant_name(values: Mapping[str, Any]) -> str:
 
 
 def age(seconds: float) -> str:
-    """3 min, 5 h, 12 d: how long ago something was."""
+    """3 min, 5 h, 12 d: time since an event."""
     amount = max(0.0, seconds)
     for (unit, most), factor in zip(UNITS_S, FACTORS, strict=True):
         if amount < most:

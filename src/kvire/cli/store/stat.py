@@ -6,7 +6,7 @@ from kvire.cli.store.place import late_progress, opened
 
 
 def stat(where: Where = None, key_file: KeyFile = None, as_json: Json = False) -> None:
-    """Totals, limit and health; what each tenant takes; and which engine may read which blocks.
+    """Totals, limit and health; the share of each tenant; and which engine may read which blocks.
 
     An engine reads a namespace's blocks only if every field shown is exactly its own.
     """

@@ -36,7 +36,7 @@ def verify(
 def scrub(where: Where = None, key_file: KeyFile = None, as_json: Json = False) -> None:
     """Read every block, check it with the keys at hand, and remove the damaged ones.
 
-    What a newer version of Kvire wrote, or others sealed, stays.
+    Blocks of newer versions of Kvire, or sealed by other keys, stay.
     """
     _check(where, key_file, sample=None, remove=True, as_json=as_json)
 

@@ -1,4 +1,4 @@
-"""`kvire store warm`: prompts are computed once, so that nobody waits for them later."""
+"""`kvire store warm`: prompts are computed ahead of the requests for them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from kvire.core.errors import ConfigError, StoreError
 engine_api = deferred("kvire.llm")
 results = deferred("kvire.engine.result")
 prompts = deferred("kvire.cli.store.prompt")
-FLUSH_S = 120.0  # that all prompts may take to reach the slowest tier, once they are computed
+FLUSH_S = 120.0  # for all computed prompts to reach the slowest tier
 
 
 @opt.shared(engine=opt.ENGINE, store=opt.STORE)
@@ -35,7 +35,8 @@ def warm(
     engine: dict[str, Any],
     store: dict[str, Any],
 ) -> None:
-    """Compute prompts now and store them, so that the first request that begins like one finds it.
+    """Compute prompts now and store them, so that the first request with the same beginning finds
+    them.
 
     Only an engine with the same model, KV dtype, block size, device and attention finds the blocks:
     give the options that it runs with.
@@ -78,7 +79,7 @@ def _compute(llm: Any, text: str, *, raw: bool, tenant: str) -> Any:
 
 
 def _check_stored(llm: Any) -> None:
-    """Wait until all that was computed is in its tiers."""
+    """Wait until all computed blocks are in their tiers."""
     tiers = llm.engine.reuse
     if not tiers.flush(FLUSH_S):
         raise StoreError(f"not all blocks were stored within {FLUSH_S:.0f} s: run this again to store the rest")
