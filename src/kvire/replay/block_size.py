@@ -1,6 +1,4 @@
-"""How many tokens one of a trace's hash_ids stands for: told by lengths and numbers of ids, or not
-at all.
-"""
+"""The tokens per hash_id of a trace, inferred from lengths and numbers of ids."""
 
 from collections import Counter
 from collections.abc import Iterable

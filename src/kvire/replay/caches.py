@@ -1,10 +1,10 @@
 """Caches of blocks to compare the store's with.
 
-Each keeps whole prefixes: a block goes before the one it follows.
+Each keeps whole prefixes: a block is evicted before its parent.
 
-A request's own blocks never make room for one another: what finds no room is not kept, the end of
-the prompt first. Published policies were made for objects that stand alone; what is changed for
-chains stands with each.
+A request's own blocks never make room for one another: blocks without room are not kept, the end of
+the prompt first. Published policies were made for independent objects; each docstring names its
+change for chains.
 """
 
 import heapq
@@ -45,7 +45,7 @@ class ChainCache(ABC):
         return len(blocks)
 
     def use(self, blocks: Sequence[int], hits: int) -> None:
-        """A request used its first `hits` blocks and computed the rest, which is kept as far as
+        """A request used its first `hits` blocks and computed the rest, kept while
         there is room.
         """
         self._turns += 1
@@ -70,14 +70,13 @@ class ChainCache(ABC):
 
     @abstractmethod
     def _victim(self) -> int | None:
-        """The block that goes next, no longer queued: one that `_free` allows.
-
-        None: there is none.
+        """The next block to evict, taken out of the queue, that `_free` allows; None
+        without any.
         """
 
     def _free(self, block: int) -> bool:
-        """Whether it may go now: no block here follows it, and the request at hand does
-        not use it.
+        """Whether it may be evicted now: it has no child here, and the current request does not use
+        it.
         """
         return not self._children[block] and self._turn[block] != self._turns
 
@@ -89,8 +88,9 @@ class ChainCache(ABC):
 
 
 class RankCache(ChainCache):
-    """The store's order over one policy, for blocks that are always used by whole requests: several
-    times as fast as store_tiers.py, and it hits the same (tests/replay).
+    """The store's order over one policy, for blocks that are always used by whole requests.
+
+    Several times as fast as store_tiers.py, with the same hits (tests/replay).
     """
 
     def __init__(self, trace: Trace, capacity_blocks: int, policy: EvictionPolicy) -> None:
@@ -101,7 +101,7 @@ class RankCache(ChainCache):
         self._uses = [0] * len(trace.parents)
         self._last_rank = 0.0
         self._heap: list[tuple[tuple[float, int], int, int]] = []  # order, -depth, block
-        self._aside: list[int] = []  # out of the heap until the request at hand is done
+        self._aside: list[int] = []  # out of the heap until the current request is done
 
     def _used(self, blocks: Sequence[int], hits: int) -> None:
         least = 0.0
@@ -128,7 +128,7 @@ class RankCache(ChainCache):
             elif self._free(block):
                 self._last_rank = max(self._last_rank, order[0])
                 return block
-            else:  # of the request at hand, or before such a block
+            else:  # of the current request, or before such a block
                 self._aside.append(block)
         return None
 
@@ -137,7 +137,7 @@ class RankCache(ChainCache):
 
 
 class TtlCache(RankCache):
-    """Least recently used, and gone ttl_s after its last use."""
+    """Least recently used, and expired ttl_s after its last use."""
 
     def __init__(self, trace: Trace, capacity_blocks: int, ttl_s: float) -> None:
         super().__init__(trace, capacity_blocks, LeastRecentlyUsed())
@@ -159,11 +159,11 @@ class TtlCache(RankCache):
 
 
 class S3FifoCache(ChainCache):
-    """S3-FIFO (Yang et al., SOSP 2023): a small queue on trial, a main queue, and a memory of what
-    left the trial.
+    """S3-FIFO (Yang et al., SOSP 2023): a small queue on trial, a main queue, and a record of
+    blocks that left the trial.
 
-    For chains: a prompt's blocks enter last one first, and a block that others follow goes round
-    once more.
+    For chains: a prompt's blocks enter last one first, and a block with children goes round once
+    more.
     """
 
     SMALL_SHARE = 0.1
@@ -215,11 +215,11 @@ class S3FifoCache(ChainCache):
 
 
 class SieveCache(ChainCache):
-    """SIEVE (Zhang et al., NSDI 2024): one queue in order of arrival, and a hand that spares what
-    was used since it came by.
+    """SIEVE (Zhang et al., NSDI 2024): one queue in order of arrival, and a hand that spares blocks
+    used since it passed.
 
-    For chains: a prompt's blocks enter last one first, and the hand passes over blocks that others
-    follow.
+    For chains: a prompt's blocks enter last one first, and the hand passes over blocks with
+    children.
     """
 
     def __init__(self, trace: Trace, capacity_blocks: int) -> None:
@@ -236,7 +236,7 @@ class SieveCache(ChainCache):
             self._ahead.append(block)
 
     def _victim(self) -> int | None:
-        for _ in range(2 * self.size + 1):  # one round may clear every mark, the next finds what has none
+        for _ in range(2 * self.size + 1):  # one round may clear every mark, the next finds a block without
             if not self._ahead:
                 self._behind, self._ahead = self._ahead, self._behind
             if not self._ahead:

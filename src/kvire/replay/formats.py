@@ -1,7 +1,7 @@
 """Reads traces: JSONL with hash_ids (Mooncake's, Bailian's, Dynamo's), sessions of kv-cache-tester,
 and our own JSONL.
 
-The content says which it is, and as far as it can how large blocks are and what times are in.
+The format, and if possible block size and time unit, are inferred from the content.
 """
 
 import gzip
@@ -17,7 +17,7 @@ from kvire.replay.block_size import block_tokens_of
 from kvire.replay.trace import Trace, TraceRequest
 
 TIME_UNITS = {"s": 1.0, "ms": 1e-3}
-MOST_NAMED = 20  # lines that could not be read, or are worth a note, and are told one by one
+MOST_NAMED = 20  # unreadable or noteworthy lines that are listed one by one
 MOST_TOKENS = 1 << 40  # beyond that a number of tokens is a mistake
 GZIP_MAGIC = b"\x1f\x8b"
 
@@ -27,7 +27,7 @@ SkipReport = Callable[[str, int, int], None]  # stage, done, total
 class _Raw(NamedTuple):
     """A request as a file has it.
 
-    place: where it stands.
+    place: in the file, for messages.
     time: when it came.
     delay: how long after the request before it in its session; None where the file does not say.
     ids: its blocks, unique within `scope`.
@@ -46,7 +46,7 @@ class _Raw(NamedTuple):
 
 
 class _LineError(Exception):
-    """A line is no request; says why."""
+    """A line is no request, with the reason."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ def read_trace(
 
     Lines that are no request are skipped and counted in Trace.skipped.
 
-    Raises ConfigError for what is no trace at all.
+    Raises ConfigError for a file that is no trace.
     """
     if time_unit not in (None, *TIME_UNITS):
         raise ConfigError(f"--time-unit is s or ms, got {time_unit}")
@@ -211,7 +211,7 @@ def _session_requests(path: Path, session: Mapping[str, Any], skipped: _Told) ->
 class _HashIds:
     """Lines with hash_ids.
 
-    Bailian's name a chat and the one that it goes on from, others at most a session.
+    Bailian's name a chat and its parent chat, others at most a session.
     """
 
     def __init__(self) -> None:
@@ -284,9 +284,7 @@ def _count(entry: Mapping[str, Any], name: str, least: int) -> int:
 
 
 def _timed(trace: Trace, raw: list[_Raw], unit: str | None, skipped: _Told) -> list[tuple[float, _Raw]]:
-    """Requests with their times in seconds, in the order of the file; notes what was
-    taken as what.
-    """
+    """Requests with their times in seconds, in the order of the file; notes the assumed units."""
     trace.is_timed = any(request.time is not None or request.delay is not None for request in raw)
     if not trace.is_timed:
         trace.notes.append("no times in the trace: requests in its order, and no policy can look at the clock")
@@ -311,7 +309,7 @@ def _timed(trace: Trace, raw: list[_Raw], unit: str | None, skipped: _Told) -> l
 
 
 def _unit(trace: Trace, raw: list[_Raw]) -> str:
-    """What times are in: Mooncake's and Dynamo's are whole milliseconds."""
+    """The unit of times: Mooncake's and Dynamo's are whole milliseconds."""
     if trace.format != "mooncake":
         return "s"
     if all(request.time is None or request.time.is_integer() for request in raw):

@@ -1,10 +1,10 @@
-"""The most that any cache of a size could hit, knowing the future.
+"""The most hits of any cache of a size that knows the future.
 
 Belady's rule (1966) with the choice not to keep a block: when there is no room, the block whose
-next hit is farthest away goes. A block's parent is hit whenever the block is, so among equals the
-deeper one goes and prefixes stay whole: the rule needs no change for chains. It maximises the
-number of hits, and so of tokens while every hit is worth the same. The last block of a prompt may
-be worth less: it is partly filled, or the token that is always computed is in it. Such hits are
+next hit is farthest away is evicted. A block's parent is hit whenever the block is, so among equals
+the deeper one is evicted and prefixes stay whole: the rule needs no change for chains. It maximises
+the number of hits, and so of tokens while every hit is worth the same. The last block of a prompt
+may be worth less: it is partly filled, or the token that is always computed is in it. Such hits are
 left out of the rule and added in full, as if they cost no room. So the result is a ceiling: no
 policy is above it, and it is above the best possible by no more than those tokens (0.0002 of the
 Mooncake conversation trace's).

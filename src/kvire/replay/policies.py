@@ -1,6 +1,6 @@
 """Policies by name.
 
-A policy is a function from a trace and a capacity in blocks to what it hits.
+A policy is a function from a trace and a capacity in blocks to its hits.
 """
 
 from collections.abc import Callable
@@ -37,11 +37,11 @@ def _lifetime(name: str, ttl_s: float) -> Policy:
     return policy
 
 
-# Those of the store, as they are; then caches that only a replay can run.
+# The store's own policies; then caches that only a replay can run.
 POLICIES: dict[str, tuple[str, Policy]] = {
     **{
         name: (policy.about, _of_the_store(policy))
-        for name, policy in sorted(policies().items(), key=lambda one: one[0] != "lru")  # what the store does, first
+        for name, policy in sorted(policies().items(), key=lambda one: one[0] != "lru")  # the store's default first
     },
     "store": ("the code of the store's tiers, with lru; slower to replay", _store),
     "s3-fifo": ("S3-FIFO, adapted to chains", lambda t, blocks, p: run(t, S3FifoCache(t, blocks), p)),
@@ -53,7 +53,7 @@ TTL = "ttl="
 
 
 def policy_named(name: str) -> Policy:
-    """Of POLICIES, or "ttl=SECONDS": lru whose blocks go so long after their last use.
+    """Of POLICIES, or "ttl=SECONDS": lru whose blocks expire so long after their last use.
 
     Raises ConfigError.
     """

@@ -1,4 +1,4 @@
-"""From a trace and what is asked to the report of `kvire replay --json`, schema kvire.replay/1."""
+"""From a trace and options to the report of `kvire replay --json`, schema kvire.replay/1."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ StageReport = Callable[[str, int, int], None]  # stage, done, total
 class CapacitySize:
     """A capacity.
 
-    bytes: None if nobody said how many one token takes.
+    bytes: None if the size of a token is unknown.
     """
 
     tokens: int
@@ -29,7 +29,7 @@ class CapacitySize:
 
 @dataclass(frozen=True, slots=True)
 class TokenKV:
-    """What a token's KV takes in a store.
+    """The size of a token's KV in a store.
 
     bytes_per_token: in the store.
     model, kv_dtype: of the KV; None where only the number was given.

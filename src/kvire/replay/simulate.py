@@ -1,4 +1,4 @@
-"""Runs a trace through caches and counts what it hits.
+"""Runs a trace through caches and counts its hits.
 
 The report's schema is kvire.replay/1 (docs/replay.md).
 """
@@ -15,9 +15,9 @@ Progress = Callable[[int], None]  # requests done so far
 
 @dataclass(slots=True)
 class Hits:
-    """What a run hit.
+    """The hits of a run.
 
-    requests: that hit at least one block.
+    requests: with at least one hit block.
     by_tier: tokens, fastest tier first.
     """
 
@@ -52,9 +52,7 @@ def run(trace: Trace, cache: ChainCache, progress: Progress = lambda _: None) ->
 
 
 def run_store(trace: Trace, store: StoreTiers, progress: Progress = lambda _: None) -> Hits:
-    """The store's own tiers, with a split by tier: each block counts for the fastest tier that had
-    it.
-    """
+    """The store's own tiers; each block counts for the fastest tier that had it."""
     hits = Hits(by_tier=[0] * len(store.tiers))
     for number, request in enumerate(trace.requests):
         found = store.look(request.blocks)

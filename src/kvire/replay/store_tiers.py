@@ -1,8 +1,7 @@
-"""The store's own tiers without bytes: every tier runs store/eviction, whose choices the real tiers
-make on any trace.
+"""The store's own tiers without bytes: every tier runs the real tiers' eviction.
 
 As in the store: a request reads each block from the fastest tier that has it, and that copies it
-into the faster ones; what it computed is written to every tier, in order; when it ends, all its
+into the faster ones; computed blocks are written to every tier, in order; when it ends, all its
 blocks count as used in every tier. tests/replay drives the real tiers beside these and compares
 every hit.
 """
@@ -36,7 +35,7 @@ class StoreTier:
         return _id(block) in self._order.index
 
     def write(self, block: int) -> list[int]:
-        """Keep it, if there is room or can be made; the blocks that went for it."""
+        """Keep it if there is room or can be made; the blocks evicted for it."""
         block_id, above, depth = _id(block), self._trace.parents[block], self._trace.depths[block]
         parent = _key(above) if above >= 0 else ROOT
         victims: list[Candidate] = []
@@ -63,7 +62,7 @@ class StoreTiers:
         self.tiers = tiers
 
     def look(self, blocks: Sequence[int]) -> list[int]:
-        """For each leading block that is somewhere, the number of the fastest tier that has it."""
+        """For each leading block in any tier, the number of the fastest tier that has it."""
         found = []
         for block in blocks:
             number = next((n for n, tier in enumerate(self.tiers) if tier.holds(block)), None)
@@ -85,7 +84,7 @@ class StoreTiers:
             tier.touch(blocks)
 
     def _write(self, number: int, block: int) -> None:
-        """What has to go for it is handed to the next tier below, unless one below has it."""
+        """Evicted blocks are handed to the next tier below, unless a lower tier has them."""
         for victim in self.tiers[number].write(block):
             below = self.tiers[number + 1 :]
             if below and not any(tier.holds(victim) for tier in below):

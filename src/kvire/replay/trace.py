@@ -11,7 +11,7 @@ class TraceRequest:
 
     blocks: numbers in Trace.parents, first to last; the last may be partly filled, and tokens
         behind it have no block.
-    session: whose it is, "" if unknown.
+    session: "" if unknown.
     """
 
     time_s: float
@@ -28,11 +28,11 @@ class Trace:
     A block is its content and everything before it: the same id below another parent is another
     block.
 
-    parents: of each block, -1 for a first one;
-    depths: its place in its chain, from 0.
+    parents: of each block, -1 for a first one.
+    depths: of each block, its place in its chain, from 0.
     skipped: lines that could not be read, with the reason.
-    notes: what was taken as something, or limits what can be hit.
-    is_timed: whether it says when requests came; else they are in its order, all at once.
+    notes: assumptions, and limits on possible hits.
+    is_timed: whether requests have times; otherwise they come in order, all at once.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Trace:
 
     @property
     def working_set_tokens(self) -> int:
-        """What its different blocks hold; a partly filled one takes a whole block."""
+        """Tokens of its different blocks; a partly filled one takes a whole block."""
         return len({block for request in self.requests for block in request.blocks}) * self.block_tokens
 
     @property
@@ -61,15 +61,13 @@ class Trace:
         return self.requests[-1].time_s - self.requests[0].time_s if self.requests else 0.0
 
     def hit_tokens(self, request: TraceRequest, blocks: int) -> int:
-        """Tokens that need no computing if the first so many blocks are there: at least one always
-        is computed.
+        """Tokens reused if so many first blocks are there; at least one token is always
+        computed.
         """
         return min(blocks * self.block_tokens, request.input_tokens - 1)
 
     def append(self, chain: list[int], numbers: dict[Hashable, int], key: Hashable) -> None:
-        """Go on with a chain: the block that `key` names in `numbers`, a new one if it is not
-        there.
-        """
+        """Extend a chain by the block that `key` names in `numbers`, a new one if it is missing."""
         if (number := numbers.get(key)) is None:
             number = numbers[key] = len(self.parents)
             self.parents.append(chain[-1] if chain else -1)
@@ -81,9 +79,7 @@ class Trace:
         return replace(self, requests=list(requests))
 
     def halves(self) -> tuple["Trace", "Trace"]:
-        """Every second session, or where sessions are unknown the first and the second half of the
-        requests.
-        """
+        """Every second session; for unknown sessions, the first and second half of the requests."""
         names = list(dict.fromkeys(request.session for request in self.requests))
         if len(names) > 1:
             first = set(names[::2])
@@ -95,17 +91,13 @@ class Trace:
         return self.part(self.requests[:middle]), self.part(self.requests[middle:])
 
     def spread(self) -> "Trace":
-        """Requests of one time stamp, spread evenly until the next: their order stays, only times
-        change.
-        """
+        """Requests of one time stamp, spread evenly until the next; their order stays."""
         groups = [list(group) for _, group in groupby(self.requests, key=lambda request: request.time_s)]
         ends = [group[0].time_s for group in groups[1:]] + [groups[-1][0].time_s if groups else 0.0]
         return self.part([r for group, end in zip(groups, ends, strict=True) for r in _spread(group, end)])
 
     def coarse(self, factor: int) -> "Trace":
-        """Blocks of `factor` times as many tokens; what fills none at a prompt's end is
-        left out.
-        """
+        """Blocks of `factor` times as many tokens, without the partial one at a prompt's end."""
         numbers: dict[Hashable, int] = {}
         coarse = replace(self, block_tokens=self.block_tokens * factor, requests=[], parents=[], depths=[])
         for request in self.requests:

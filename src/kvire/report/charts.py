@@ -49,7 +49,7 @@ class Labels:
     """Texts of a chart.
 
     title: also for screen readers.
-    description: what the chart shows, in a sentence.
+    description: the chart's content, in a sentence.
     x, y: with units.
     """
 
@@ -77,14 +77,14 @@ def lines(
 def bars(
     categories: Sequence[str], series: Sequence[Series], labels: Labels, *, log_y: bool = False, stacked: bool = False
 ) -> str:
-    """An SVG element: a group of bars for each category, with whiskers where there are intervals,
+    """An SVG element: a group of bars for each category, with whiskers for intervals,
     or stacked.
     """
     return _svg(draw_bars(categories, series, labels, log_y=log_y, stacked=stacked), labels)
 
 
 def save(figure: "Figure", labels: Labels, path: Path) -> None:
-    """Write what draw_lines or draw_bars made as `.svg` or `.png`. Raises ConfigError."""
+    """Write a figure of draw_lines or draw_bars as `.svg` or `.png`. Raises ConfigError."""
     if picture_kind(path) == ".png":
         buffer = BytesIO()
         figure.savefig(buffer, format="png", dpi=160, facecolor=PAPER)
@@ -169,9 +169,7 @@ def _whiskers(axes: "Axes", places: Sequence[float], one: Series) -> None:
 
 @contextmanager
 def _figure(labels: Labels) -> "Iterator[tuple[Figure, Axes]]":
-    """A figure of its own, without pyplot's global state; drawn in our style, on a transparent
-    ground.
-    """
+    """A separate figure in our style, on a transparent ground, without pyplot's global state."""
     from matplotlib import rc_context  # noqa: PLC0415  (half a second that pages without charts need not spend)
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -189,7 +187,7 @@ def _figure(labels: Labels) -> "Iterator[tuple[Figure, Axes]]":
 
 
 def _svg(figure: "Figure", labels: Labels, style: str = "") -> str:
-    """The element alone, with a name and a description for those who cannot see it."""
+    """The element alone, with a name and a description for screen readers."""
     from matplotlib import rc_context  # noqa: PLC0415
 
     out = StringIO()
@@ -212,8 +210,9 @@ def _legend(figure: "Figure", entries: int) -> None:
 
 
 def _plain(text: str) -> str:
-    """What shows this text: matplotlib takes dollars for mathematics and hides labels that begin
-    with an underscore.
+    """The escaped text.
+
+    matplotlib reads dollars as mathematics and hides labels that begin with an underscore.
     """
     return ("\u200b" if text.startswith("_") else "") + text.replace("$", r"\$")
 

@@ -1,6 +1,4 @@
-"""A report as one HTML file: no network, no script, readable on a phone and on paper, light and
-dark.
-"""
+"""A report as one HTML file: no network, no script; for phone and paper, light and dark."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -65,7 +63,7 @@ class Page:
         return self._add(f"<dl>{pairs}</dl>")
 
     def figure(self, svg: str, caption: str = "") -> Self:
-        """A chart, from `charts.lines` or `charts.bars`: the only markup that is taken as it is."""
+        """A chart, from `charts.lines` or `charts.bars`: the only markup that is not escaped."""
         assert svg.startswith("<svg"), "an SVG element"
         about = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
         return self._add(f"<figure>{svg}{about}</figure>")
@@ -84,9 +82,9 @@ class Page:
         )
 
     def write(self, path: Path) -> None:
-        """Write the file, UTF-8. Raises ConfigError where that is not possible."""
+        """Write the file, UTF-8. Raises ConfigError if that fails."""
         try:
-            path.write_bytes(self.html().encode(errors="replace"))  # half a surrogate pair, as logs have, is no UTF-8
+            path.write_bytes(self.html().encode(errors="replace"))  # half a surrogate pair, as in logs, is no UTF-8
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}; name a file in a folder that exists") from error
 
