@@ -1,4 +1,4 @@
-"""Reads frames for no other reason than to see whether they are sound. Changes nothing."""
+"""Reads frames only to verify them. Changes nothing."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ GROWTH = 4  # a frame may have been replaced by a longer one since it was listed
 
 
 class CheckVerdict(StrEnum):
-    """What reading one frame showed."""
+    """Result of reading one frame."""
 
     SOUND = "sound"
     UNOPENED = "unopened"  # sealed with a key that is not at hand: only its header and its length were checked
@@ -26,9 +26,9 @@ class CheckVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckedBlock:
-    """About one block.
+    """Result for one block.
 
-    cause: one word for what is not as it should be, else empty.
+    cause: one word for the defect, else empty.
     """
 
     entry: Entry
@@ -37,17 +37,17 @@ class CheckedBlock:
 
 
 def tenants_at_hand(keyring: Keyring) -> dict[bytes, str]:
-    """Names of the tenants whose keys are in the key file, by tag.
+    """Names of the tenants whose keys are in the key file, by tag. Makes no key.
 
-    Makes none. Raises StoreError.
+    Raises StoreError.
     """
     return {keyring.tenant(name).tag: name for name in keyring.tenants()}
 
 
 class Checker:
-    """Checks frames of one tier with the keys at hand.
+    """Checks frames of one tier with the available keys.
 
-    tenants: as tenants_at_hand gives them.
+    tenants: from tenants_at_hand.
     """
 
     def __init__(self, tier: Tier, keyring: Keyring, tenants: Mapping[bytes, str]) -> None:
@@ -57,10 +57,10 @@ class Checker:
         self._buffer = bytearray()
 
     def check(self, entry: Entry) -> CheckedBlock:
-        """Read a block; what looks damaged is read twice, since it may have been replaced
-        meanwhile.
+        """Read and verify a block.
 
-        Raises TierUnavailable.
+        A damaged one is read twice, since it may have been replaced meanwhile. Raises
+        TierUnavailable.
         """
         finding = self._look(entry)
         again = finding.verdict is CheckVerdict.DAMAGED and finding.cause != LOST

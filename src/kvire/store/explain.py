@@ -1,6 +1,6 @@
-"""Why a block was not there: worked out beside the engine, for people.
+"""Explanations of misses, worked out beside the engine, for people.
 
-Only ever about the asking tenant's own data.
+They concern the asking tenant's own data only.
 """
 
 import logging
@@ -34,10 +34,7 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class Related(Protocol):
-    """A tier that finds blocks by what they have to do with another one.
-
-    All raise TierUnavailable.
-    """
+    """A tier that finds blocks related to another one. All methods raise TierUnavailable."""
 
     def children(self, parent: BlockKey, group: int, limit: int) -> list[BlockId]:
         """The newest blocks below `parent` (a block's key or a root), at most `limit`."""
@@ -46,7 +43,7 @@ class Related(Protocol):
         """Namespaces under which the same tokens (BlockRecord.content) are stored."""
 
     def peek(self, block_id: BlockId, buffer: Buffer) -> int:
-        """Fill `buffer` with the first bytes of the block's frame; how many.
+        """Fill `buffer` with the first bytes of the block's frame; returns how many.
 
         Raises BlockMissing, too.
         """
@@ -54,19 +51,19 @@ class Related(Protocol):
 
 @runtime_checkable
 class KeepsNotes(Protocol):
-    """A tier that remembers namespaces beside the blocks. Both raise TierUnavailable."""
+    """A tier that remembers namespaces beside the blocks. Both methods raise TierUnavailable."""
 
     def note_namespace(self, root: BlockKey, fields: Mapping[str, str]) -> None:
         """fields: of a namespace, without its salt."""
 
     def namespaces(self) -> dict[BlockKey, dict[str, str]]:
-        """What was noted, perhaps long ago, by another process."""
+        """All notes, perhaps old or from other processes."""
 
 
 class StoreMiss(StrEnum):
     """Why the store did not have a block.
 
-    OTHER_NAMESPACE: the same tokens are there, computed otherwise.
+    OTHER_NAMESPACE: the same tokens are stored under another namespace.
     """
 
     NEVER_STORED = "never_stored"
@@ -78,13 +75,13 @@ class StoreMiss(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MissQuery:
-    """About the first block that was missed.
+    """The first block that was missed.
 
-    parent: key of the last one that was not, or the root.
-    token_ids: those that follow it, up to a block.
+    parent: key of the block before it, or the root.
+    token_ids: tokens after the parent, up to a block.
     id, content: of the missed block, None if fewer tokens than a block follow.
-    later: contents of the blocks that follow it, since blocks of another size end elsewhere.
-    failure: what the load said about it, if one was tried.
+    later: contents of the later blocks, since blocks of another size end elsewhere.
+    failure: the load's failure, if a load was tried.
     """
 
     parent: BlockKey
@@ -108,10 +105,13 @@ class MissQuery:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """reason: None if no whole block was missed. fields: of the namespace, that differ where the
-    same tokens are stored; empty if that is not known. shared_tokens: how many of the query's
-    tokens the closest stored block below the same parent begins with; None if there is no such
-    block.
+    """Why a query's block was missed.
+
+    reason: None if no whole block was missed.
+    fields: names of the namespace fields that differ if the same tokens are stored; empty if not
+        known.
+    shared_tokens: how many of the query's tokens the closest stored block below the same parent
+        begins with; None if there is no such block.
     """
 
     reason: StoreMiss | None
@@ -120,23 +120,23 @@ class Explanation:
 
 
 class MissAnswer:
-    """Of a question that is being worked on."""
+    """The answer to a query in progress."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
         self._explanation: Explanation | None = None
 
     def poll(self) -> Explanation | None:
-        """None while unknown."""
+        """The answer; None while unknown."""
         return self._explanation
 
     def wait(self, timeout_s: float) -> Explanation | None:
-        """As poll, but waits for it."""
+        """As poll, but waits for the answer."""
         self._done.wait(timeout_s)
         return self._explanation
 
     def give(self, explanation: Explanation) -> None:
-        """For the one who works on it."""
+        """Called by the answering thread."""
         self._explanation = explanation
         self._done.set()
 
@@ -145,9 +145,9 @@ Question = tuple[MissQuery, StoreMiss | None, MissAnswer]
 
 
 class Explainer:
-    """Answers questions about misses, on one thread, from local tiers.
+    """Answers queries about misses, on one thread, from local tiers.
 
-    Also remembers what was stored or damaged.
+    Also remembers recently stored and damaged blocks.
     """
 
     def __init__(self, handles: Sequence[TierHandle]) -> None:
@@ -167,14 +167,17 @@ class Explainer:
         self._thread.start()
 
     def stop(self, join_s: float) -> None:
-        """End it, once it has answered what was asked."""
+        """End the thread, once it has answered all queries."""
         if self._thread is not None:
             self._questions.put(None)
             self._thread.join(join_s)
             self._thread = None
 
     def ask(self, query: MissQuery) -> MissAnswer:
-        """Answered soon; at once, and without looking, while the queue is full or nobody works."""
+        """Queue a query.
+
+        Answered at once, without reading tiers, if the queue is full or the thread is not running.
+        """
         answer = MissAnswer()
         reason = self._remembered(query)  # now: soon the block will be computed, and stored
         try:
@@ -197,7 +200,7 @@ class Explainer:
             _remember(self._damaged, record.id, record.tenant)
 
     def note_namespace(self, root: BlockKey, fields: Mapping[str, str]) -> dict[str, str]:
-        """What the namespace says; returns what of it may be kept: all but the salt."""
+        """Note a namespace; returns the fields that may be kept: all but the salt."""
         shown = {name: value for name, value in fields.items() if name not in HIDDEN_FIELDS}
         with self._lock:
             self._namespaces[root] = shown
@@ -207,14 +210,14 @@ class Explainer:
         return shown
 
     def forget(self, tenant: str | None) -> None:
-        """Remember nothing about a tenant's blocks any more, or (None) about anybody's."""
+        """Drop all notes about a tenant's blocks, or (None) about all tenants'."""
         with self._lock:
             for memory in (self._stored, self._damaged):
                 for block_id in [i for i, owner in memory.items() if tenant in {None, owner}]:
                     del memory[block_id]
 
     def _explain(self, query: MissQuery, reason: StoreMiss | None) -> Explanation:
-        """The answer itself, by reading local tiers."""
+        """The answer, by reading local tiers."""
         fields: tuple[str, ...] = ()
         if reason in {StoreMiss.NEVER_STORED, StoreMiss.EVICTED} and query.content is not None:
             roots = self._roots_of((query.content, *query.later[:COMPARED_CONTENTS])) - {query.root}
@@ -295,8 +298,9 @@ def _remember(memory: OrderedDict[BlockId, str], block_id: BlockId, tenant: str)
 
 
 def _token_ids(handle: TierHandle, tier: Related, block_id: BlockId, query: MissQuery) -> tuple[int, ...] | None:
-    """Of a stored block below the query's parent; None if it is not the tenant's, or cannot be
-    read.
+    """Token ids of a stored block below the query's parent.
+
+    None if it is another tenant's, or cannot be read.
     """
     head = memoryview(bytearray(HEAD_BYTES))
     try:

@@ -1,4 +1,4 @@
-"""Tells work that was begun before a forget or clear from work begun after it."""
+"""Distinguishes work begun before a forget or clear from work begun after it."""
 
 import threading
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from kvire.codec.seal import TenantKey
 
 
 class Generation(NamedTuple):
-    """When something began: how many forgets and clears there had been here, and the tag of its
-    tenant's key.
+    """When work began: the number of forgets and clears so far here, and the tag of its tenant's
+    key.
     """
 
     number: int
@@ -17,8 +17,10 @@ class Generation(NamedTuple):
 
 
 class Generations:
-    """Work that carries KV takes along the generation in which it began, and asks before and after
-    it stores anything whether that is still current. Thread-safe.
+    """Generations of work that carries KV. Thread-safe.
+
+    Such work keeps the generation in which it began, and asks before and after it stores anything
+    whether that generation is still current.
 
     tenant: the keyring's, whose keys other processes can forget, too.
     """
@@ -31,12 +33,12 @@ class Generations:
         self._since: dict[str, int] = {}
 
     def now(self, tenant: str) -> Generation:
-        """For what begins now. Raises StoreError."""
+        """The generation of work that begins now. Raises StoreError."""
         now = self._now  # before the key: if a forget comes in between, the generation is from before it
         return Generation(now, self._tenant(tenant).tag)
 
     def is_current(self, tenant: str, generation: Generation) -> bool:
-        """Whether what began then may still be stored. Raises StoreError."""
+        """Whether work of that generation may still be stored. Raises StoreError."""
         return self.is_recent(tenant, generation) and self._tenant(tenant).tag == generation.tag
 
     def is_recent(self, tenant: str, generation: Generation) -> bool:
@@ -44,7 +46,9 @@ class Generations:
         return generation.number >= self._all_since and generation.number >= self._since.get(tenant, 0)
 
     def end(self, tenant: str | None) -> None:
-        """Nothing that began before may be stored any more: of one tenant, or (None) of anybody."""
+        """End earlier generations: their work may no longer be stored, of one tenant, or (None) of
+        all.
+        """
         with self._lock:
             self._now += 1
             if tenant is None:

@@ -1,6 +1,4 @@
-"""One tier of a store with its way of writing frames: whole blocks go in and out, and everything is
-counted.
-"""
+"""One tier of a store with its way of writing frames: whole blocks in and out, all counted."""
 
 import logging
 import threading
@@ -75,7 +73,7 @@ class TierHandle:
 
     @property
     def counts(self) -> HandleCounts:
-        """As of now."""
+        """Counters at this moment."""
         with self._lock:
             return replace(self._counts)
 
@@ -86,7 +84,7 @@ class TierHandle:
                 setattr(self._counts, name, getattr(self._counts, name) + amount)
 
     def held(self, ids: Sequence[BlockId], timeout_s: float | None = None) -> list[bool]:
-        """What the tier says. Raises TierUnavailable."""
+        """As the tier's `held`. Raises TierUnavailable."""
         with self.answers():
             return self.tier.held(ids, timeout_s)
 
@@ -98,7 +96,8 @@ class TierHandle:
             return self.tier.locate(ids)
 
     def promises(self, ids: Sequence[BlockId], timeout_s: float | None = None) -> list[bool]:
-        """Which blocks a load may expect here: not those under whose id something else was found.
+        """Which blocks a load may expect here; ids under which another frame was found are
+        excluded.
 
         Raises TierUnavailable.
         """
@@ -109,10 +108,9 @@ class TierHandle:
     def fetch(self, record: BlockRecord, out: Buffer, timeout_s: float | None = None) -> None:
         """Leave the block's KV in `out`, verified.
 
-        Raises BlockMissing, TierUnavailable, FrameDamaged, FrameForeign.
-
-        What is wrong the first time may have been replaced meanwhile, so it is read once more; what
-        is damaged the second time is deleted.
+        A failed block may have been replaced meanwhile, so it is read once more; a block damaged
+        the second time is deleted. Raises BlockMissing, TierUnavailable, FrameDamaged,
+        FrameForeign.
         """
         started = time.perf_counter()
         self.meter.begin()
@@ -135,9 +133,9 @@ class TierHandle:
         return self._runs is not None or self._lends is not None
 
     def fetch_run(self, wanted: Sequence[tuple[BlockRecord, Buffer]]) -> list[bool]:
-        """Try to leave several blocks' KV in their buffers, verified: which succeeded.
+        """Try to leave several blocks' KV in their buffers, verified; returns which succeeded.
 
-        For the others `fetch` says why not, or still succeeds.
+        For the others, `fetch` gives the reason, or still succeeds.
         """
         if not wanted or not self.reads_runs:
             return [False] * len(wanted)
@@ -165,7 +163,7 @@ class TierHandle:
         scratch: at least frames.frame_bytes(record) long.
         tag: of the tenant's key.
         allowed: asked before the frame is made, and after: a key made since a forget must not
-            protect what was stored before.
+            protect blocks stored before.
 
         Raises TierUnavailable.
         """
@@ -184,10 +182,10 @@ class TierHandle:
         return kept
 
     def needs(self, ids: Sequence[BlockId]) -> list[bool]:
-        """Which blocks a write should bring: those that are not here, and those under whose id
-        something else lies.
+        """Which blocks a write should bring: missing ones, and ids under which another frame is
+        stored.
 
-        What a newer version wrote is left alone. Raises TierUnavailable.
+        Frames of a newer version are left alone. Raises TierUnavailable.
         """
         held = self.held(ids)
         with self._lock:
@@ -197,7 +195,7 @@ class TierHandle:
             ]
 
     def decode(self, record: BlockRecord, fill: Fill, out: Buffer) -> None:
-        """As fetch, of a frame that this tier hands out by itself.
+        """As fetch, of a frame that this tier lends.
 
         Raises FrameDamaged, FrameForeign.
         """
@@ -206,10 +204,10 @@ class TierHandle:
 
     @contextmanager
     def answers(self) -> Iterator[None]:
-        """Count what is unavailable.
+        """Count unavailability.
 
-        That is, too: a key file that cannot be read, and a tier whose call ends in a way that no
-        tier promises. It must not end the engine that asked.
+        A key file that cannot be read counts, too, and a tier's call that ends with an error no
+        tier may raise. Neither may end the engine that asked.
         """
         try:
             yield
@@ -227,7 +225,7 @@ class TierHandle:
             raise TierUnavailable(f"{self.name}: {type(error).__name__}: {error}") from error
 
     def stats(self) -> TierStats:
-        """What the tier says. Never raises."""
+        """The tier's own counters. Never raises."""
         try:
             return self.tier.stats()
         except Exception as error:  # noqa: BLE001 - as in `answers`
@@ -235,7 +233,7 @@ class TierHandle:
             return TierStats()
 
     def _tell_once(self, error: Exception) -> None:
-        """Of each kind of error that no tier may raise, the first one with its way here."""
+        """Log the first error of each kind that no tier may raise, with its traceback."""
         if type(error) not in self._told:
             self._told.add(type(error))
             log.error("%s failed as no tier may", self.name, exc_info=error)

@@ -1,5 +1,5 @@
-"""What keeps failing is left alone: remote tiers (CircuitBreaker), and calls to what is on this
-machine (Outage).
+"""Pauses calls that keep failing: to remote tiers (CircuitBreaker), and on this machine
+(Outage).
 """
 
 import logging
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What metrics show.
+    """State for metrics.
 
     healthy: calls go through.
     failures: in a row.
-    outages: times that it stopped being healthy.
-    error: what the last failure said; "" if there was none.
+    outages: how often it stopped being healthy.
+    error: message of the last failure; "" if there was none.
     """
 
     healthy: bool
@@ -35,11 +35,10 @@ class Health:
 
 
 class CircuitBreaker:
-    """Counts failures in a row; after `failures_to_open` of them, calls are refused without being
-    tried.
+    """Counts failures in a row; after `failures_to_open` of them, calls are refused without a try.
 
-    Calls of different kinds are counted apart: a tier that still says what it has, but gives
-    nothing, fails.
+    Calls of different kinds are counted apart: a tier that still answers lookups, but fails every
+    read, counts as failing.
 
     While calls are refused, one thread runs `probe` (which raises TierUnavailable and must end by
     itself) after `probe_after_s`, then after twice that and so on, at least every
@@ -69,11 +68,11 @@ class CircuitBreaker:
 
     @property
     def health(self) -> Health:
-        """As of now. Never waits for the tier."""
+        """State at this moment. Never waits for the tier."""
         return self._health
 
     def check(self) -> None:
-        """Raises TierUnavailable if calls are not to be tried."""
+        """Raises TierUnavailable while calls are refused."""
         if self._closing.is_set():
             raise TierUnavailable(f"{self._name} is closed")
         if not (health := self._health).healthy:
@@ -82,7 +81,7 @@ class CircuitBreaker:
     def succeeded(self, kind: str) -> None:
         """A call was answered.
 
-        One that began before the calls were refused does not end that; a probe does.
+        A call begun before the refusal does not end it; a probe does.
         """
         if self._failures[kind] and self._health.healthy:
             with self._lock:
@@ -134,11 +133,9 @@ class CircuitBreaker:
 
 
 class Outage:
-    """Failures in a row of one kind of call.
+    """Failures in a row of one kind of call; after a few, calls are refused at once.
 
-    After a few, calls are refused at once, and now and then one is tried.
-
-    For what is on this machine: there trying costs little, and needs no thread that probes.
+    Now and then one is tried: on this machine that costs little, and needs no probing thread.
 
     elapsed: a clock, seconds.
     """
@@ -151,7 +148,7 @@ class Outage:
         self._rest_until = 0.0
 
     def check(self) -> None:
-        """Raises TierUnavailable while calls are not to be tried."""
+        """Raises TierUnavailable while calls are refused."""
         if self._failures >= FAILURES_TO_OPEN and self._elapsed() < self._rest_until:
             raise TierUnavailable(f"{self._name} is left alone for a moment: {self.error}")
 

@@ -1,7 +1,7 @@
-"""Who may read what: one file, outside the store, with a random salt and secret for each tenant.
+"""The tenants' keys: one file, outside the store, with a random salt and secret for each tenant.
 
-Losing the file makes every sealed block unreadable, and `forget` does so on purpose for one tenant.
-The file is replaced as a whole under a lock, and each process looks whether it was before it hands
+Losing the file makes every sealed block unreadable; `forget` does so on purpose for one tenant. The
+file is replaced as a whole under a lock, and each process checks for a replacement before it hands
 out a key, so that all agree.
 """
 
@@ -43,9 +43,9 @@ def default_path() -> Path:
 
 
 class _Stamp(NamedTuple):
-    """Which content a path has.
+    """Identifies the content at a path.
 
-    Every rewrite raises mtime_ns, so that a reused inode is not taken for the old one.
+    Every rewrite raises mtime_ns, so that a reused inode is not taken for the old file.
     """
 
     device: int
@@ -61,11 +61,11 @@ class _Stamp(NamedTuple):
 class Keyring:
     """The tenants' keys. Thread-safe, and safe beside other processes with the same file.
 
-    path: default_path() unless given; made, with its folder, when the first tenant is.
+    path: default_path() unless given; made, with its folder, for the first tenant.
     encrypt: False hands out keys without secrets (frames are then checked, not sealed); the salts
         are the same either way.
 
-    Raises StoreError wherever the file cannot be trusted; nothing is then repaired or replaced.
+    Raises StoreError whenever the file cannot be trusted; nothing is then repaired or replaced.
     """
 
     def __init__(self, path: Path | None = None, *, encrypt: bool = True) -> None:
@@ -82,8 +82,9 @@ class Keyring:
         return self._made(name) if key is None else key
 
     def lately(self, name: str) -> TenantKey:
-        """As tenant(), but what another process forgot is noticed only within FRESH_S: for the
-        frames of a load.
+        """As tenant(), but for the frames of a load.
+
+        A forget in another process may be noticed up to FRESH_S later.
         """
         if monotonic() < self._fresh_until and (key := self._keys.get(name)) is not None:
             return key
@@ -94,19 +95,20 @@ class Keyring:
         return sorted(self._known())
 
     def check_outside(self, store: Path) -> None:
-        """Raise StoreError if the file would lie in the store's folder, beside what it unlocks."""
+        """Raise StoreError if the file would be in the store's folder, beside the data it
+        unlocks.
+        """
         if self.path.resolve().is_relative_to(store.resolve()):
             raise StoreError(f"the key file {self.path} lies inside the store {store}: set KVIRE_KEY_FILE elsewhere")
 
     def forget(self, name: str) -> bool:
-        """Destroy the tenant's salt and secret; whether there were any.
+        """Destroy the tenant's salt and secret; returns whether there were any.
 
-        The name gets new ones when next used.
-
-        What they sealed is unreadable from then on, in this process and, from its next use on, in
-        every other. The old file's content is overwritten in place, unless it has other names (hard
-        links): those are somebody's backup. Backups, and copies that a file system keeps by itself
-        (journals, snapshots, copy-on-write, worn flash), are beyond that.
+        The name gets new ones at its next use. All frames sealed with the old secret are unreadable
+        from then on, in this process and, from its next use on, in every other. The old file's
+        content is overwritten in place, unless it has other names (hard links): those are a user's
+        backup. Backups, and copies that a file system keeps by itself (journals, snapshots,
+        copy-on-write, worn flash), are out of reach.
         """
         with self._lock, self._locked_folder() as folder:
             tenants = self._read_tenants()
@@ -117,7 +119,7 @@ class Keyring:
             return True
 
     def _known(self) -> dict[str, TenantKey]:
-        """Keys by tenant, as the file has them now."""
+        """Keys by tenant, from the current file."""
         stamp = self._current_stamp()
         with self._lock:
             if stamp != self._stamp:
@@ -159,7 +161,7 @@ class Keyring:
             os.close(folder)  # and with it the lock
 
     def _lock_folder(self, folder: int) -> None:
-        """Lock it until it is closed.
+        """Lock the folder until it is closed.
 
         Raises StoreError: some network file systems have no locks.
         """
@@ -206,7 +208,7 @@ class Keyring:
         return key if self.encrypt else replace(key, secret=None)
 
     def _replace(self, folder: int, tenants: dict[str, dict[str, str]]) -> None:
-        """Write the file anew, in one step and durably; then wipe what it was."""
+        """Write the file anew, in one step and durably; then wipe the old one."""
         content = json.dumps({"kvire keyring": VERSION, "tenants": tenants}, indent=1).encode()
         try:
             old = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC) if self._stamp is not None else None
@@ -223,9 +225,7 @@ class Keyring:
         self._read_tenants()
 
     def _wipe(self, descriptor: int) -> None:
-        """Overwrite what the file was, so that a key that is forgotten later does not go on lying
-        there.
-        """
+        """Overwrite the old file, so that no key forgotten later remains in it."""
         status = os.fstat(descriptor)
         if status.st_nlink:
             log.warning("the key file %s has other names (hard links), which keep the keys it had", self.path)
@@ -264,11 +264,10 @@ def _read(path: Path) -> tuple[dict[str, dict[str, str]], _Stamp]:
 
 
 def _write(path: Path, content: bytes, newer_than_ns: int) -> None:
-    """Put a new file in the place of `path`: whoever opens it finds the old one or the new one,
-    whole.
+    """Put a new file in the place of `path`: a reader finds the old one or the new one, whole.
 
-    For whoever holds the folder's lock: so the temporary name is always the same, and a crash
-    leaves one file at most, which the next rewrite takes over.
+    The caller holds the folder's lock: so the temporary name is always the same, and a crash leaves
+    one file at most, which the next rewrite takes over.
     """
     temporary = path.with_name(f".{path.name}.new")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -1,10 +1,14 @@
-"""Threads that fill tickets: one that sees where blocks are, one that reads all local tiers, some
-for each remote one.
+"""Threads that fill tickets: one locates blocks, two read local tiers, several read each remote
+tier.
 
-A block is read once however many loads want it at the same time: the first reads, the others get
-copies before anybody may touch the first one's memory. Local reads go straight into the caller's
-memory. Remote ones go into memory of the loader's own and are copied when they are complete and
-verified: so a load can be given up at any moment, whatever a remote tier does.
+A block is read once for all loads that want it at the same time: the first reads, the others get
+copies before the first one's memory may be touched. Local reads go straight into the caller's
+memory. Remote ones go into the loader's own memory and are copied once complete and verified: so a
+load can be given up at any moment, whatever a remote tier does.
+
+Locks: `Loader._lock` guards the reads in flight and who waits for them; a ticket's own lock guards
+    that ticket. The order is always Loader._lock, then Ticket._lock; tiers are never called with
+    either held.
 """
 
 import logging
@@ -27,7 +31,7 @@ from kvire.store.workers import WorkerThreads
 
 LOCAL_THREADS = 2  # a third only waits for the interpreter: docs/adr/0015-tiered-store.md
 REMOTE_THREADS = 4
-RUN_S, MOST_IN_RUN = 4e-3, 16  # blocks of local tiers are read together for so long, and at most so many
+RUN_S, MOST_IN_RUN = 4e-3, 16  # duration and blocks of one run of local reads, at most
 LEAST_TIMEOUT_S = 1e-3
 
 log = logging.getLogger(__name__)
@@ -42,7 +46,7 @@ Promote = Callable[[BlockRecord, Buffer, TierHandle, Mapping[str, Generation]], 
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """One ticket with what its reads need.
+    """One ticket with the context of its reads.
 
     generations: of its tenants.
     first: names of the handles that gave it a block.
@@ -57,11 +61,11 @@ class _Load:
 
 @dataclass(slots=True, eq=False)
 class _InflightRead:
-    """One read of one block, for all loads that want it by then.
+    """One read of one block, for all loads that want it by then. Guarded by Loader._lock.
 
     number: the first handle asked, among the local ones or the remote ones.
     queued: the loads that asked before the read began.
-    waiters: the loads whose block is READING, the one whose memory is read into first.
+    waiters: the loads whose block is READING; the first one's memory is read into.
     """
 
     record: BlockRecord
@@ -73,9 +77,9 @@ class _InflightRead:
 class Loader:
     """Loads blocks from `handles`, fastest first.
 
-    promote: called with each block that was read, while its KV is there;
-    damaged: with each that turned out to be.
-    timeout_s: how long remote tiers may take until the first block, and from each to the next.
+    promote: called with each block that was read, while its KV is there.
+    damaged: called with each block found damaged.
+    timeout_s: how long remote tiers may take until the first block, and between blocks.
     """
 
     def __init__(
@@ -91,6 +95,8 @@ class Loader:
         self._promote = promote
         self._damaged = damaged
         self._timeout_s = timeout_s
+        # Guards _inflight and its reads, _tickets, _running, _local_reads (and `idle` with it) and
+        # shared_reads. Held for bookkeeping only, never during a read, a copy or a call of a tier.
         self._lock = threading.Lock()
         self._inflight: dict[tuple[BlockId, ReadPlace], _InflightRead] = {}  # by block and place
         self._tickets: set[Ticket] = set()
@@ -99,9 +105,9 @@ class Loader:
         self._remote_workers = [WorkerThreads(handle.name, REMOTE_THREADS) for handle in self._remote]
         self._running = False
         self._local_reads = 0  # in flight
-        self.idle = threading.Event()  # no local read is to be done: others may take the interpreter
+        self.idle = threading.Event()  # no local read is pending: other threads may take the interpreter
         self.idle.set()
-        self.shared_reads = 0  # blocks that a load got from another one's read
+        self.shared_reads = 0  # blocks that a load got from another load's read
 
     def start(self) -> None:
         """Start the threads."""
@@ -110,9 +116,9 @@ class Loader:
             workers.start()
 
     def load(self, wanted: Sequence[Wanted], *, from_the_back: bool, generations: Mapping[str, Generation]) -> Ticket:
-        """Begin to load; the ticket says how it goes.
+        """Begin to load; the ticket has the progress.
 
-        generations: of the records' tenants; others are not promoted.
+        generations: of the records' tenants; blocks of others are not promoted.
         """
         ticket = Ticket(wanted, timeout_s=self._timeout_s)
         order = range(len(wanted))
@@ -130,7 +136,7 @@ class Loader:
         return ticket
 
     def stop(self, join_s: float) -> None:
-        """Begin no read any more, fail what waits, and end all threads."""
+        """Begin no further read, fail waiting blocks, and end all threads."""
         with self._lock:
             self._running = False
             tickets, self._tickets = self._tickets, set()
@@ -147,7 +153,7 @@ class Loader:
     # Local tiers
 
     def _plan(self, load: _Load) -> None:
-        """See where each block is; read what is here, and ask the remote tiers for the rest."""
+        """Locate each block; read local ones, and ask the remote tiers for the rest."""
         ids = [load.ticket.wanted[i].record.id for i in load.order]
         fastest: dict[int, int] = {}
         failure = None
@@ -167,9 +173,7 @@ class Loader:
         self._ask_remote(load, [i for i in load.order if i not in fastest], 0, failure)
 
     def _runs(self, reads: Sequence[_InflightRead]) -> Iterator[list[_InflightRead]]:
-        """Reads of one handle that are done together: as many as take RUN_S by what was measured so
-        far.
-        """
+        """Group reads of one handle, each group taking about RUN_S by the measured speed."""
         begin = 0
         while begin < len(reads):
             handle = self._local[reads[begin].number]
@@ -184,13 +188,13 @@ class Loader:
             begin += len(run)
 
     def _read_local(self, run: Sequence[_InflightRead]) -> None:
-        """Read blocks that one handle should have into the memory of the first who want them."""
+        """Read blocks expected in one handle, each into the memory of its first waiter."""
         wanted = self._begin(run, None)
         begun = [(inflight, first) for inflight, first in zip(run, wanted, strict=True) if first is not None]
         handle = self._local[run[0].number]
         try:
             done = handle.fetch_run([(inflight.record, first.out) for inflight, first in begun])
-        except Exception:  # whatever a tier does, the load ends
+        except Exception:  # any error of a tier ends the load, not the thread
             log.exception("reading from %s failed", handle.name)
             done = [False] * len(begun)
         read = [(inflight, first.out) for (inflight, first), is_done in zip(begun, done, strict=True) if is_done]
@@ -200,7 +204,7 @@ class Loader:
                 self._read_alone(inflight, first)
 
     def _read_alone(self, inflight: _InflightRead, first: Wanted) -> None:
-        """Read a block from the fastest handle that has it sound."""
+        """Read a block from the fastest handle with an intact copy."""
         failures = []
         for handle in self._local[inflight.number :]:
             if (failure := self._fetch(handle, inflight.record, first.out, None)) is None:
@@ -213,9 +217,9 @@ class Loader:
     # Remote tiers
 
     def _ask_remote(self, load: _Load, numbers: Sequence[int], place: int, failure: LoadFailure | None = None) -> None:
-        """Ask the remote tiers for blocks, from that place in the row of them on.
+        """Ask the remote tiers for blocks, starting with tier `place`.
 
-        failure: what the last one said.
+        failure: of the tier asked before.
         """
         if not numbers:
             return
@@ -244,7 +248,7 @@ class Loader:
         self._ask_remote(load, [i for i in numbers if i not in here], place + 1, failure)
 
     def _read_remote(self, inflight: _InflightRead) -> None:
-        """Read a block into memory of our own."""
+        """Read a block into memory of the loader."""
         if self._begin([inflight], inflight.number) == [None]:
             return
         handle = self._remote[inflight.number]
@@ -259,8 +263,9 @@ class Loader:
     # One read for all
 
     def _reads_for(self, load: _Load, numbers: Mapping[int, int], place: ReadPlace) -> list[_InflightRead]:
-        """New reads of those blocks (with the handle to ask first) that no other load's read brings
-        already.
+        """New reads for those blocks that no other load is reading already.
+
+        numbers: by block, the handle to ask first.
         """
         reads = []
         with self._lock:
@@ -281,11 +286,16 @@ class Loader:
         return reads
 
     def _begin(self, reads: Sequence[_InflightRead], place: ReadPlace) -> list[Wanted | None]:
-        """Begin to read for all who still want the blocks; of each block the first of them, or
-        None. Locally: into its memory.
+        """Begin to read, for all loads that still want the blocks.
+
+        Returns each block's first waiter, or None; a local read goes into that waiter's memory.
         """
+        # Under the lock a read passes from queued to begun in one step: a load that joins in
+        # `_reads_for` finds it before or after, and is not lost in between.
         with self._lock:
             return [self._begin_one(inflight, place) for inflight in reads]
+
+    # Called with the lock held: _begin_one, _close, _count_local
 
     def _begin_one(self, inflight: _InflightRead, place: ReadPlace) -> Wanted | None:
         for load, i in inflight.queued:
@@ -299,9 +309,11 @@ class Loader:
         return load.ticket.wanted[i]
 
     def _end(self, reads: Sequence[_InflightRead], place: ReadPlace) -> list[list[tuple[_Load, int]]]:
-        """Nobody joins any more; of each read everybody who did, the first last: copies are made
-        from its memory.
+        """End the reads: no load joins any more. Returns the waiters of each read.
+
+        The first waiter comes last: copies are made from its memory.
         """
+        # Closing under the lock makes the waiters final: copies are then made outside it.
         with self._lock:
             for inflight in reads:
                 self._close(inflight, place)
@@ -322,7 +334,8 @@ class Loader:
             self.idle.clear()
 
     def _deliver(self, read: Sequence[tuple[_InflightRead, Buffer]], place: ReadPlace, handle: TierHandle) -> None:
-        """The blocks are there, verified, each in its buffer: hand them to all."""
+        """Hand the blocks, verified and each in its buffer, to all waiters."""
+        # Without the lock: other loads may still join, but the first waiter stays the first.
         for inflight, kv in read:
             self._promote(inflight.record, kv, handle, inflight.waiters[0][0].generations)
         waiters = self._end([inflight for inflight, _ in read], place)
@@ -339,7 +352,9 @@ class Loader:
                     handle.meter.first_block(time.perf_counter() - load.started, len(kv))
 
     def _ask_next(self, inflight: _InflightRead, place: ReadPlace, failure: LoadFailure) -> None:
-        """Nobody asked so far has it: go on with the next remote tier, everybody for themselves."""
+        """No tier asked so far has the block: each load goes on with the next remote tier by
+        itself.
+        """
         for load, i in self._end([inflight], place)[0]:
             load.ticket.wait_again(i)
             self._ask_remote(load, [i], 0 if place is None else place + 1, failure)
@@ -359,7 +374,7 @@ class Loader:
             return LoadFailure(FailureReason.DAMAGED, f"{handle.name}: {error}")
         except FrameForeign as error:
             return LoadFailure(FailureReason.FOREIGN, f"{handle.name}: {error}")
-        except Exception as error:  # whatever a tier does, the load ends, as a miss
+        except Exception as error:  # any error of a tier is a miss, and the load ends
             log.exception("reading from %s failed", handle.name)
             handle.count(unavailable=1)
             return LoadFailure(FailureReason.UNAVAILABLE, f"{handle.name}: {type(error).__name__}")

@@ -1,7 +1,8 @@
-"""Asks a tier on a thread beside, so that an index on a disk that stalls keeps nobody for long.
+"""Lookups in a tier's index on a separate thread, so that a stalled disk delays callers only
+briefly.
 
-Engines look into the store between two steps, while answers are under way: whatever the disk does,
-such a look ends.
+Engines look into the store between two steps, while answers are in progress: whatever the disk
+does, a lookup returns.
 """
 
 import logging
@@ -23,11 +24,11 @@ log = logging.getLogger(__name__)
 
 
 class AnswerLate(TierUnavailable):
-    """The tier was not heard in time, or is not asked since it was late too often."""
+    """The tier did not answer in time, or is not asked because it was late too often."""
 
 
 class _Question:
-    """One call, for the thread; its answer is (result, None) or (None, what it raised)."""
+    """One call for the thread; its answer is (result, None) or (None, error)."""
 
     __slots__ = ("answer", "call", "given_up")
 
@@ -38,10 +39,10 @@ class _Question:
 
 
 class LookupThread:
-    """One thread for questions to the tier of that name, in order. Thread-safe.
+    """One thread for calls to the tier of that name, in order. Thread-safe.
 
-    An answer that is late is nobody's. After a few in a row the tier is not asked for a moment, and
-    then tried again.
+    Late answers are discarded. After a few in a row the tier is not asked for a moment, and then
+    tried again.
     """
 
     def __init__(self, name: str) -> None:
@@ -62,9 +63,9 @@ class LookupThread:
         self._thread.start()
 
     def stop(self, join_s: float) -> None:
-        """End it, after what was asked before.
+        """End the thread, after all earlier calls.
 
-        From then on calls are made by those who ask. Idempotent.
+        From then on callers make their calls themselves. Idempotent.
         """
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -72,9 +73,7 @@ class LookupThread:
             thread.join(join_s)
 
     def ask(self, call: Callable[[], T]) -> T:
-        """What the call gives or raises, if that is known within ANSWER_S; else raises
-        AnswerLate.
-        """
+        """The call's result or error, if it comes within ANSWER_S; else raises AnswerLate."""
         if self._thread is None:
             return call()
         try:

@@ -88,8 +88,9 @@ def describe(config: StoreConfig, limit_bytes: int | None) -> str:
 
 
 def unsealed(keyring: Keyring) -> Callable[[str], TenantKey]:
-    """The keys of a tier inside this process: blocks are told apart by salt, and checked, but not
-    sealed.
+    """Keys for a tier inside this process.
+
+    Blocks are separated by salt, and checked, but not sealed.
     """
     views: dict[str, tuple[TenantKey, TenantKey]] = {}
 

@@ -1,7 +1,4 @@
-"""Where a store lies if nobody says so, and how large a new one gets.
-
-An existing one keeps the limit that it has.
-"""
+"""Default folder of a store, and default size of a new one. An existing store keeps its limit."""
 
 import os
 import shutil
@@ -28,11 +25,11 @@ def default_store() -> Path:
 
 
 def network_file_system(path: Path, mounts: str | None = None) -> str | None:
-    """The kind of file system that a folder lies on, if other machines may see it (nfs, virtiofs,
-    ...).
+    """The type of a folder's file system if other machines may see it (nfs, virtiofs, ...).
 
-    mounts: text of /proc/self/mountinfo; read if None. None for a local one, and where that cannot
-        be told.
+    mounts: text of /proc/self/mountinfo; read if None.
+
+    None for a local file system, and if the type is not known.
     """
     try:
         device = path.stat().st_dev
@@ -48,8 +45,9 @@ def network_file_system(path: Path, mounts: str | None = None) -> str | None:
 
 
 def default_disk_bytes(path: Path) -> int:
-    """A size that leaves the disk to others: at most DISK_BYTES, and a tenth of what is free or the
-    store's already.
+    """Default size of a new store, leaving most of the disk free.
+
+    At most DISK_BYTES, and a tenth of the bytes that are free or the store's already.
     """
     here = next((parent for parent in (path, *path.absolute().parents) if parent.is_dir()), Path("/"))
     own = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
@@ -57,17 +55,15 @@ def default_disk_bytes(path: Path) -> int:
 
 
 def session_bytes(disk_bytes: int) -> int:
-    """What sessions (kvire.sessions) may take of a folder's `disk_bytes`; the rest is for
-    blocks.
-    """
+    """Share of a folder's `disk_bytes` for sessions (kvire.sessions); the rest is for blocks."""
     return min(MOST_SESSION_BYTES, disk_bytes // SESSION_SHARE)
 
 
 def block_bytes(disk_bytes: int) -> int:
-    """What blocks may take of it."""
+    """Share of a folder's `disk_bytes` for blocks."""
     return disk_bytes - session_bytes(disk_bytes)
 
 
 def session_bytes_beside(blocks_bytes: int) -> int:
-    """What sessions may take in a folder whose blocks may take so much."""
+    """Size limit of sessions in a folder with that limit for blocks."""
     return min(MOST_SESSION_BYTES, blocks_bytes // (SESSION_SHARE - 1))

@@ -1,4 +1,4 @@
-"""How fast a tier is, measured while it is used."""
+"""Speed of a tier, measured during use."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ WEIGHT = 1 / 32
 
 @dataclass(slots=True)
 class _Mean:
-    """Mean that forgets: of the first 1 / WEIGHT values all count alike."""
+    """Exponentially weighted mean; the first 1 / WEIGHT values have equal weight."""
 
     value: float = 0.0
     count: int = 0
@@ -49,8 +49,9 @@ class SpeedMeter:
             self._under_way += 1
 
     def end(self, read_bytes: int, blocks: int = 1) -> None:
-        """It ended, of that many blocks together; 0 bytes if it failed, which takes time all the
-        same.
+        """A read of that many blocks ended.
+
+        0 bytes if it failed; its time counts all the same.
         """
         blocks = max(1, blocks)
         with self._lock:
@@ -67,7 +68,7 @@ class SpeedMeter:
             self._latency.add(max(0.0, waited_s - read_bytes / bytes_per_s))
 
     def speed(self) -> Speed:
-        """As far as it is known."""
+        """The speed measured so far."""
         with self._lock:
             if not self._bytes.count:
                 return self._prior

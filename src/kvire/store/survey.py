@@ -1,7 +1,6 @@
-"""What a listing of a tier amounts to: namespaces, chains of blocks, and blocks that no hit can
-reach.
+"""Summary of a tier's listing: namespaces, chains of blocks, and unreachable blocks.
 
-For those who look after a store; nothing here reads a frame or changes anything.
+For administration of a store; nothing here reads a frame or changes anything.
 """
 
 import re
@@ -23,9 +22,10 @@ LEAST_PREFIX_DIGITS = 6  # of a key or root, as people shorten them
 class StoredChain:
     """Blocks from the start of a prompt up to one that no stored block builds on.
 
-    key: of the last one. length: places from the first to the last. size_bytes, pinned: of all
-        blocks that are here.
-    whole: whether none is missing that a hit needs.
+    key: of the last one.
+    length: places from the first to the last.
+    size_bytes, pinned: of all blocks present.
+    whole: whether every block that a hit needs is present.
     """
 
     key: BlockKey
@@ -51,7 +51,7 @@ class _Path:
 class SpaceUse:
     """The blocks of one namespace.
 
-    fields: what was noted of it, or None.
+    fields: its note, or None.
     blocks: by key, one entry for each group.
     """
 
@@ -82,17 +82,17 @@ class SpaceUse:
 
     @property
     def build(self) -> str | None:
-        """The software that computed these blocks; None: not known, or from before it was noted."""
+        """The software that computed these blocks; None: not known, or older than such notes."""
         return None if self.fields is None else self.fields.get("build")
 
     @property
     def used(self) -> float:
-        """When the block used last was, in seconds since the epoch."""
+        """When the most recently used block was used, in seconds since the epoch."""
         return max(entry.used for entry in self.entries)
 
     @property
     def apart_from_build(self) -> tuple[Any, ...]:
-        """What namespaces have in common that differ in the build alone."""
+        """The part of the namespace shared with namespaces that differ in the build alone."""
         fields = (self.fields or {}).items()
         return (self.tenant_tag, *sorted((name, value) for name, value in fields if name != "build"))
 
@@ -103,9 +103,9 @@ class SpaceUse:
         return sorted(chains, key=lambda chain: (-chain.used, chain.key))
 
     def path(self, key: BlockKey) -> list[BlockKey]:
-        """The keys from `key` back to the root, as far as they are here.
+        """The keys from `key` back to the root, as far as they are present.
 
-        key: of a block here.
+        key: of a present block.
         """
         found = [key]
         while (parent := self._before(found[-1])) is not None:
@@ -113,16 +113,18 @@ class SpaceUse:
         return found
 
     def orphans(self) -> list[Entry]:
-        """Blocks that no hit can reach, since one before them is missing; none where the groups are
-        not known.
+        """Blocks that no hit can reach, since one before them is missing.
+
+        Empty if the groups are not known.
         """
         if not self.needed_groups:
             return []
         return [entry for key, path in self._paths.items() if not path.whole for entry in self.blocks[key]]
 
     def _before(self, key: BlockKey) -> BlockKey | None:
-        """The block that `key` builds on, if it is here; one that claims no earlier place is
-        none.
+        """The block that `key` builds on, if present.
+
+        A claimed parent that is not earlier in the sequence is ignored.
         """
         entry = self.blocks[key][0]
         parent = BlockKey(entry.parent)
@@ -162,7 +164,7 @@ class Survey:
     """Every block of a listing, by namespace.
 
     notes: fields of namespaces, by root.
-    strange: what lies under a block's name and is no frame, in tiers where that can be.
+    strange: entries with a block's name that are no frame, in tiers that can have such.
     """
 
     def __init__(self, entries: Iterable[Entry], notes: Mapping[BlockKey, Mapping[str, str]]) -> None:
@@ -186,8 +188,8 @@ class Survey:
     def older_builds(self) -> list[SpaceUse]:
         """Namespaces that no engine of a build in use reads any more.
 
-        Of those that differ in the build alone, all but the build used last; and those noted before
-        builds were.
+        Of those that differ in the build alone, all but the most recently used; and those whose
+        notes are older than the build field.
         """
         newest: dict[tuple[Any, ...], str] = {}
         older = []
@@ -200,7 +202,7 @@ class Survey:
 
     @property
     def entries(self) -> list[Entry]:
-        """Every block, strange ones left out."""
+        """Every block, without strange ones."""
         return [entry for space in self._spaces.values() for entry in space.entries]
 
     def space(self, prefix: str) -> SpaceUse:

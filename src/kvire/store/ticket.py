@@ -1,9 +1,8 @@
-"""A load under way: what was asked for, how far it is, and who may touch which memory.
+"""A load in progress: the request, its progress, and the ownership of each buffer.
 
-The one who asked polls; the loader's threads fill. Every block's `out` belongs to the loader from
-the request until the block is READY, FAILED or CLAIMED, and to nobody else. A read that may write
-into `out` counts as active; one into memory of the loader's own does not, and can be given up at
-any time.
+The caller polls; the loader's threads fill. Every block's `out` belongs to the loader alone from
+the request until the block is READY, FAILED or CLAIMED. A read that may write into `out` counts as
+active; one into the loader's own memory does not, and can be given up at any time.
 """
 
 import threading
@@ -18,7 +17,7 @@ from kvire.store.tier import Buffer
 
 
 class LoadState(StrEnum):
-    """Of one block of a load.
+    """State of one block of a load.
 
     READY: verified, and in its `out`.
     CLAIMED: the caller computes it instead.
@@ -34,7 +33,7 @@ class LoadState(StrEnum):
 class FailureReason(StrEnum):
     """Why a block could not be loaded.
 
-    FOREIGN: sound, but not what was asked for; it stays where it is.
+    FOREIGN: intact, but not the requested block; it stays in its tier.
     """
 
     MISSING = "missing"
@@ -71,11 +70,11 @@ class Wanted:
 
 @dataclass(slots=True)
 class _Part:
-    """One block's progress.
+    """Progress of one block. Guarded by Ticket._lock.
 
     attached: its READING writes into `out`.
     remote: only remote tiers may have it.
-    expected: one of them says that it does.
+    expected: a remote tier reported that it has it.
     """
 
     state: LoadState = LoadState.WAITING
@@ -97,6 +96,8 @@ class Ticket:
     ) -> None:
         self.wanted = tuple(wanted)
         self._parts = [_Part() for _ in self.wanted]
+        # Guards every field below and every _Part. The condition shares it, so that `wait` misses
+        # no change between its check and its sleep. No other lock is taken under it.
         self._lock = threading.Lock()
         self._condition = threading.Condition(self._lock)
         self._pending = len(self.wanted)
@@ -125,7 +126,7 @@ class Ticket:
             return [part.state for part in self._parts]
 
     def claim(self, i: int) -> bool:
-        """Take a block that is WAITING or FAILED: it is not read from now on, and its `out` is the
+        """Take a block that is WAITING or FAILED: it is no longer read, and its `out` is the
         caller's again.
 
         False, and no change, if it is READING or READY.
@@ -140,7 +141,7 @@ class Ticket:
     def cancel(self) -> None:
         """Begin no further read.
 
-        Reads into `out` that are under way go on to their end: see `active`.
+        Reads in progress into `out` go on to their end: see `active`.
         """
         with self._lock:
             self._cancelled = True
@@ -150,7 +151,7 @@ class Ticket:
 
     @property
     def active(self) -> int:
-        """Reads under way that may still write into their `out`."""
+        """Reads in progress that may still write into their `out`."""
         with self._lock:
             return self._active
 
@@ -170,13 +171,13 @@ class Ticket:
 
     @property
     def probing(self) -> bool:
-        """Whether some block waits for a remote tier to say if it has it."""
+        """Whether some block waits for a remote tier's lookup."""
         with self._lock:
             self._give_up_what_is_late()
             return any(part.remote and not part.expected and part.state is LoadState.WAITING for part in self._parts)
 
     def source(self, i: int) -> TierKind | None:
-        """Where a READY block came from."""
+        """Kind of tier that gave a READY block."""
         with self._lock:
             return self._parts[i].source
 
@@ -186,8 +187,9 @@ class Ticket:
             return self._parts[i].failure
 
     def wait(self, timeout_s: float, *, seen: int | None = None) -> bool:
-        """Until the load is finished, or `changed` is no longer `seen`; False if neither happened
-        in time.
+        """Wait until the load is finished, or `changed` is no longer `seen`.
+
+        False if neither happened in time.
         """
         end = self._clock() + timeout_s
         with self._lock:
@@ -205,11 +207,12 @@ class Ticket:
             finally:
                 self._watchers -= seen is not None
 
-    # From here on: for the loader only
+    # From here on: for the loader only. It may hold its own lock, which comes before this one.
 
     def begin(self, i: int, *, attached: bool) -> bool:
-        """Start reading a WAITING block, into its `out` if attached; False if it is not to be read
-        any more.
+        """Start reading a WAITING block, into its `out` if attached.
+
+        False if it is no longer wanted.
         """
         with self._lock:
             self._give_up_what_is_late()
@@ -222,7 +225,7 @@ class Ticket:
             return True
 
     def attach(self, i: int) -> bool:
-        """From now on the reading of block i writes into its `out`; False if it was given up."""
+        """From now on the read of block i writes into its `out`; False if it was given up."""
         with self._lock:
             part = self._parts[i]
             if part.state is not LoadState.READING:
@@ -233,7 +236,7 @@ class Ticket:
             return True
 
     def wait_again(self, i: int) -> None:
-        """The reading ended without a result; somebody else will try."""
+        """The read ended without a result; another tier will be tried."""
         with self._lock:
             part = self._parts[i]
             if part.state is not LoadState.READING:
@@ -245,7 +248,7 @@ class Ticket:
                 self._set(part, LoadState.WAITING)
 
     def ready(self, i: int, source: TierKind) -> None:
-        """Block i is in its `out`, verified; nobody writes there any more."""
+        """Block i is in its `out`, verified; no thread writes there any more."""
         with self._lock:
             part = self._parts[i]
             assert part.state is LoadState.READING and part.attached
@@ -255,7 +258,7 @@ class Ticket:
                 self._deadline = self._clock() + self._timeout_s
 
     def fail(self, i: int, failure: LoadFailure) -> None:
-        """Nobody has block i. No change if it was given up before."""
+        """No tier has block i. No change if it was given up before."""
         with self._lock:
             part = self._parts[i]
             if part.state in _PENDING:
@@ -263,14 +266,15 @@ class Ticket:
                 self._settle(part, LoadState.FAILED)
 
     def give_up(self, failure: LoadFailure) -> None:
-        """The loader ends: begin no further read, fail what waits for one."""
+        """The loader ends: begin no further read, fail waiting blocks."""
         with self._lock:
             self._cancelled = True
             self._fail_unattached(failure, lambda _: True)
 
     def ask_remotely(self, numbers: Sequence[int]) -> None:
-        """Only remote tiers may have these: they have timeout_s until the first block, and from one
-        to the next.
+        """Only remote tiers may have these blocks.
+
+        They have timeout_s until the first block, and between blocks.
         """
         with self._lock:
             if self._deadline is None:
@@ -279,10 +283,10 @@ class Ticket:
                 self._parts[i].remote = True
             self._late = False
             self._give_up_what_is_late()
-            self._condition.notify_all()  # whoever waits has to learn of the deadline
+            self._condition.notify_all()  # waiting threads sleep until the deadline at most: there is one now
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """A remote tier has these, and will be read."""
+        """A remote tier has these blocks, and will be read."""
         with self._lock:
             for i in numbers:
                 self._parts[i].expected = True
@@ -290,9 +294,11 @@ class Ticket:
             self._condition.notify_all()
 
     def left_s(self) -> float:
-        """Seconds that a remote tier still has; 0 or less: none."""
+        """Seconds left for remote tiers; 0 or less: none."""
         with self._lock:
             return self._timeout_s if self._deadline is None else self._deadline - self._clock()
+
+    # From here on: called with the lock held
 
     def _settle(self, part: _Part, state: LoadState) -> None:
         if part.state in _PENDING:
@@ -311,7 +317,7 @@ class Ticket:
             self._condition.notify_all()
 
     def _give_up_what_is_late(self) -> None:
-        """Past the deadline no remote tier is waited for, whatever it does."""
+        """Fail the blocks of remote tiers past the deadline. Called with the lock held."""
         if self._late or self._deadline is None or self._clock() < self._deadline:
             return
         self._late = True

@@ -1,9 +1,8 @@
-"""The store that an engine talks to: tiers, fastest first; loads that are polled, saves that never
-wait.
+"""The store that an engine uses: tiers, fastest first; loads are polled, saves never wait.
 
-Read ticket.py for what a load promises; loader.py and write_behind.py have the threads. Nothing
-here raises for want of a block: a miss, a damaged block and a tier that is down are only a shorter
-hit.
+Read ticket.py for the promises of a load; loader.py and write_behind.py have the threads. Nothing
+here raises because a block is not available: a miss, a damaged block and a tier that is down only
+make a hit shorter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,11 +42,9 @@ STALE_S = 2.0  # that forget and clear wait for writers in the middle of a block
 
 @dataclass(frozen=True, slots=True)
 class HandleStats:
-    """One tier: what it says itself, what the store did with it, what waits for it, and how fast it
-    is.
+    """One tier: its own counters, the store's counters, its queue, and its speed.
 
-    late: what its last answer that did not come in time was said to be; empty while answers come in
-        time.
+    late: message of its last answer, if that was late; empty while answers come in time.
     """
 
     kind: TierKind
@@ -61,9 +58,13 @@ class HandleStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """handles: by tier name. saves: offered by the engine; dropped_saves: of those, taken for no
-    tier. unadmitted: dropped because their turn did not end in time. shared_reads: blocks that a
-    load got from another load's read.
+    """Counters of a store.
+
+    handles: by tier name.
+    saves: offered by the engine.
+    dropped_saves: of those, taken for no tier.
+    unadmitted: dropped because their turn did not end in time.
+    shared_reads: blocks that a load got from another load's read.
     """
 
     handles: dict[str, HandleStats]
@@ -76,10 +77,8 @@ class StoreStats:
 class TieredStore:
     """A store over tiers, fastest first, each with its way of writing frames.
 
-    It owns the tiers: close closes them.
-
-    Starts nothing: `with store:` or open() starts the threads, close() ends them. Before and after
-    that loads fail and saves are dropped.
+    It owns the tiers: close closes them. Constructing it starts nothing: `with store:` or open()
+    starts the threads, close() ends them. Before and after that loads fail and saves are dropped.
 
     buffer_bytes: for blocks on their way into the tiers.
     """
@@ -119,14 +118,14 @@ class TieredStore:
         return next((handle.meter.speed() for handle in self._handles if not handle.local), None)
 
     def discard(self, ids: Sequence[BlockId]) -> None:
-        """Remove blocks that nobody may meet, wherever they have got to.
+        """Remove blocks that must not be found again, from every tier and queue.
 
-        Queued behind what is being written.
+        Queued behind writes in progress.
         """
         self._writer.discard(ids)
 
     def open(self) -> None:
-        """Start the threads. A store that is open stays so; a closed one is not opened again."""
+        """Start the threads. No change if the store is open; a closed one is not opened again."""
         if self._opened:
             return
         self._opened = True
@@ -137,9 +136,9 @@ class TieredStore:
             thread.start()
 
     def close(self) -> None:
-        """Write what is queued within FLUSH_S, end all threads, close all tiers. Idempotent.
+        """Write queued blocks within FLUSH_S, end all threads, close all tiers. Idempotent.
 
-        A read that is in the middle of a tier is waited for: see Ticket.active.
+        Waits for reads in progress inside a tier: see Ticket.active.
         """
         self._loader.stop(JOIN_S)
         self._writer.stop(FLUSH_S, JOIN_S)
@@ -163,9 +162,9 @@ class TieredStore:
         return self._keyring.tenant(name)
 
     def held(self, ids: Sequence[BlockId]) -> list[str | None]:
-        """Name of the fastest local tier that has each block. Changes nothing, asks nobody remote.
+        """Name of the fastest local tier that has each block. Changes nothing, asks no remote tier.
 
-        Waits ANSWER_S for a tier on a disk: whatever does not say so soon what it has, has nothing.
+        Waits ANSWER_S for a tier on a disk; a tier that does not answer by then counts as empty.
         """
         fastest: list[str | None] = [None] * len(ids)
         for handle in reversed(self._handles):
@@ -181,7 +180,9 @@ class TieredStore:
         return fastest
 
     def held_remotely(self, ids: Sequence[BlockId], timeout_s: float) -> list[str | None]:
-        """As `held`, of remote tiers, up to timeout_s for each; who does not answer has nothing."""
+        """As `held`, of remote tiers, up to timeout_s for each; one without an answer counts as
+        empty.
+        """
         nearest: list[str | None] = [None] * len(ids)
         for handle in reversed(self._handles):
             if not handle.local and ids:
@@ -214,8 +215,9 @@ class TieredStore:
         self._writer.touch(tuple(ids))
 
     def end_of_turn(self, ids: Sequence[BlockId]) -> None:
-        """The request of these blocks is finished: with admission "turn" they are kept from
-        now on.
+        """The request of these blocks is finished.
+
+        With admission "turn" they are kept from now on.
         """
         self._writer.end_of_turn(ids)
 
@@ -224,20 +226,21 @@ class TieredStore:
         return self._explainer.ask(query)
 
     def speed(self, tier_name: str) -> Speed:
-        """How fast a tier was lately."""
+        """Recent speed of a tier."""
         return self._by_name[tier_name].meter.speed()
 
     def note_namespace(self, root: BlockKey, fields: Mapping[str, str]) -> None:
-        """Remember what a namespace says (its salt is left out), so that explain can name what
-        differs.
-        """
+        """Remember a namespace without its salt, so that explain can name differences."""
         shown = self._explainer.note_namespace(root, fields)
         for handle in self._handles:
             if isinstance(handle.tier, KeepsNotes):
                 self._writer.tell(handle, partial(handle.tier.note_namespace, root, shown))
 
     def stats(self) -> StoreStats:
-        """Counters, as of now; of a tier that does not say so soon, its own as last known."""
+        """Counters at this moment.
+
+        Of a tier that does not answer soon, the last known ones.
+        """
         handles = {
             handle.name: HandleStats(
                 handle.kind, self._stats_of(handle), handle.counts, *self._writer.queued(handle), handle.meter.speed(),
@@ -248,11 +251,10 @@ class TieredStore:
         return StoreStats(handles, self._saves, self._dropped_saves, self._writer.unadmitted, self._loader.shared_reads)
 
     def clear(self) -> int:
-        """Remove every block from every tier; how many, counted once per tier.
+        """Remove every block from every tier; returns how many, counted once per tier.
 
-        What is on its way is dropped.
-
-        Raises TierUnavailable if a tier could not be cleared; the others are.
+        Queued blocks are dropped. Raises TierUnavailable if a tier could not be cleared; the others
+        are.
         """
         self._generations.end(None)
         self._writer.drop_stale(STALE_S)
@@ -260,11 +262,10 @@ class TieredStore:
         return sum(self._everywhere(lambda tier: tier.clear(), "not cleared"))
 
     def forget(self, tenant: str) -> int:
-        """Destroy the tenant's keys, and remove its blocks from every tier; how many, counted once
-        per tier.
+        """Destroy the tenant's keys, and remove its blocks from every tier.
 
-        Raises TierUnavailable if a tier could not remove them; they cannot be read any more all the
-        same, if the store is sealed.
+        Returns how many, counted once per tier. Raises TierUnavailable if a tier could not remove
+        them; in a sealed store they are unreadable all the same.
         """
         if tenant not in self._keyring.tenants():
             return 0
@@ -276,21 +277,19 @@ class TieredStore:
         return sum(self._everywhere(lambda tier: tier.delete_tenant(tag), "still has blocks of the tenant"))
 
     def pin(self, ids: Sequence[BlockId], *, pinned: bool) -> int:
-        """Exempt blocks from eviction and expiry, or end that; how many are in the tier that has
-        most of them.
+        """Exempt blocks from eviction and expiry, or end that.
 
-        Raises TierUnavailable if a tier could not do it; the others did.
+        Returns the largest number of them present in one tier. Raises TierUnavailable if a tier
+        could not do it; the others did.
         """
         return max(self._everywhere(lambda tier: tier.pin(ids, pinned=pinned), "not pinned"), default=0)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was saved is in its tiers, or given up; False if that takes
-        longer.
-        """
+        """Wait until all saved blocks are written or given up; False if that takes longer."""
         return self._writer.flush(timeout_s)
 
     def _asked(self, handle: TierHandle, call: Callable[[], T]) -> T:
-        """What a tier says, if it does so soon. Raises TierUnavailable."""
+        """A tier's answer, if it comes soon. Raises TierUnavailable."""
         thread = self._lookup_threads.get(handle.name)
         return call() if thread is None else thread.ask(call)
 
@@ -316,7 +315,7 @@ class TieredStore:
     def _promote(
         self, record: BlockRecord, kv: Buffer, source: TierHandle, generations: Mapping[str, Generation]
     ) -> None:
-        """A block was read: hand it to the handles before the one that gave it."""
+        """Offer a block that was read to the handles before the one that gave it."""
         if not source.kind.is_in_process:  # else it was noted when it came
             self._explainer.note_stored(record)
         faster = self._handles[: self._handles.index(source)]
@@ -330,8 +329,8 @@ class TieredStore:
             )
 
     def _demote(self, handle: TierHandle, record: BlockRecord, fill: Fill) -> None:
-        """A handle makes room: hand what it evicts to the next local one below, unless one below
-        has it.
+        """Offer evicted blocks of a handle to the next local one below, unless one below has
+        them.
         """
         below = [lower for lower in self._handles[self._handles.index(handle) + 1 :] if lower.local]
         try:

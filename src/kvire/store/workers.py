@@ -46,7 +46,7 @@ class WorkerThreads:
             self._condition.notify()
 
     def stop(self) -> None:
-        """Begin nothing any more."""
+        """Begin no further work."""
         with self._lock:
             self._running = False
             self._plans.clear()

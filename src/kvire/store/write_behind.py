@@ -1,9 +1,9 @@
-"""Blocks on their way into the tiers: who is let in, and a bounded buffer with one queue and writer
+"""Blocks on their way into the tiers: admission, and a bounded buffer with a queue and writer
 thread per tier.
 
-Nobody who hands in a block ever waits: what finds no room is dropped and counted. Each tier may
-fill its share of the buffer and no more, so that a slow or dead one holds up nobody else. A block
-waits in memory of the buffer's own, which goes back once every queue is done with it.
+A caller never waits: a block without room is dropped and counted. Each tier may fill its share of
+the buffer and no more, so that a slow or dead one delays no other. A block waits in memory of the
+buffer's own, which is released once every queue is done with it.
 """
 
 import threading
@@ -26,15 +26,13 @@ REMEMBERED_IDS = 1 << 16  # of blocks seen once, for admission
 
 
 class WriteBehind:
-    """Writers for `handles`.
+    """Writers for `handles`. Starts nothing before `start`; thread-safe.
 
-    admission: "all", or "turn": a block waits until its turn ends or it is seen again, and the one
-        that has waited longest makes room.
-    buffer_bytes: for everything that waits, unless 8 blocks per tier are more.
+    admission: "all", or "turn": a block waits until its turn ends or it is seen again, and the
+        oldest waiting one makes room.
+    buffer_bytes: for all waiting blocks, unless 8 blocks per tier are more.
     no_loads: see WriteQueue.
     stored: called with each block that a tier keeps.
-
-    Starts nothing before `start`; thread-safe.
     """
 
     def __init__(
@@ -76,9 +74,9 @@ class WriteBehind:
             self._threads[-1].start()
 
     def save(self, record: BlockRecord, kv: Buffer) -> bool:
-        """Copy a block into the buffer, for every tier; False if nobody takes it (counted).
+        """Copy a block into the buffer, for every tier. Never waits for a tier.
 
-        Never waits for a tier.
+        False if no tier takes it (counted).
         """
         handles = [queue.handle for queue in self._queues]
         if self._by_turn:
@@ -93,11 +91,12 @@ class WriteBehind:
         self, record: BlockRecord, fill: Callable[[Buffer], None], handles: Sequence[TierHandle],
         *, generation: Generation | None = None, why: str = "saved",
     ) -> bool:  # fmt: skip
-        """Queue a block for `handles`, or with none to wait for the end of its turn; False if there
-        is no room for it.
+        """Queue a block for `handles`, or without any, until the end of its turn.
 
         fill: writes its KV; it may raise FrameDamaged or FrameForeign.
-        generation: of what fill reads, if that is older than this call.
+        generation: of the data that fill reads, if older than this call.
+
+        False if there is no room for it.
         """
         try:
             generation = generation or self._generations.now(record.tenant)
@@ -132,7 +131,7 @@ class WriteBehind:
     def touch(self, ids: Sequence[BlockId]) -> None:
         """The blocks were used: tell every tier, in its thread.
 
-        Those that wait for their turn were seen twice.
+        Blocks that wait for their turn count as seen twice.
         """
         with self._condition:
             self._admit(ids)
@@ -140,13 +139,13 @@ class WriteBehind:
                 queue.tell(partial(queue.handle.tier.touch, ids))
 
     def end_of_turn(self, ids: Sequence[BlockId]) -> None:
-        """Admit the blocks that wait for this."""
+        """Admit these waiting blocks."""
         with self._condition:
             self._admit(ids)
 
     def discard(self, ids: Sequence[BlockId]) -> None:
-        """Drop these blocks where they wait, and have every tier remove them after what is being
-        written.
+        """Drop these blocks from the queues, and have every tier remove them after the write in
+        progress.
         """
         unwanted = set(ids)
         with self._condition:
@@ -157,9 +156,7 @@ class WriteBehind:
                 queue.tell(partial(queue.handle.tier.delete, tuple(ids), "discarded"), must=True)
 
     def tell(self, handle: TierHandle, call: Callable[[], object]) -> None:
-        """Have a tier's thread make a call that may raise TierUnavailable, which is then
-        counted.
-        """
+        """Have a tier's thread make a call; a TierUnavailable is counted."""
         with self._condition:
             self._queue_of(handle).tell(call)
 
@@ -178,8 +175,10 @@ class WriteBehind:
         return generation._replace(number=min([generation.number, *numbers]))
 
     def drop_stale(self, timeout_s: float) -> bool:
-        """Drop what the last `Generations.end` ended, and wait until nobody is writing any of it;
-        False if that takes longer. Whoever still writes then deletes it afterwards.
+        """Drop the blocks that the last `Generations.end` made stale, and wait for writes of them
+        to end.
+
+        False if that takes longer. A write that still goes on deletes its block afterwards.
         """
         end = time.monotonic() + timeout_s
         with self._condition:
@@ -192,9 +191,7 @@ class WriteBehind:
             )
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything that was queued is written or given up; False if that takes
-        longer.
-        """
+        """Wait until every queued block is written or given up; False if that takes longer."""
         with self._condition:
             end = time.monotonic() + timeout_s
             return self._wait_until(lambda: all(queue.is_empty for queue in self._queues), end)

@@ -1,4 +1,4 @@
-"""What waits for one tier, and the thread that writes it there.
+"""Pending writes of one tier, and the thread that makes them.
 
 All queues of a store share one lock and one buffer.
 """
@@ -44,8 +44,9 @@ class PendingWrite:
 
 
 class Buffers:
-    """Memory for KV, at most limit_bytes besides what is in use; reused, since fresh pages are
-    filled several times slower. Not thread-safe.
+    """Memory for KV, at most limit_bytes besides the memory in use. Not thread-safe.
+
+    Reused, since fresh pages are filled several times slower.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -54,7 +55,7 @@ class Buffers:
         self._made_bytes = 0  # free or in use
 
     def take(self, size_bytes: int) -> Buffer:
-        """Memory of exactly that size, with anything in it."""
+        """Memory of exactly that size, uninitialised."""
         if free := self._free.get(size_bytes):
             return free.pop()
         if self._made_bytes + size_bytes > self._limit_bytes:  # the sizes have changed
@@ -64,7 +65,7 @@ class Buffers:
         return aligned_buffer(size_bytes)
 
     def give_back(self, buffer: Buffer) -> None:
-        """Nobody uses it any more."""
+        """Return memory for reuse."""
         self._free.setdefault(len(buffer), []).append(buffer)
 
 
@@ -111,7 +112,7 @@ class WriteQueue:
         return self.bytes + size_bytes <= max(self._share_bytes, LEAST_BLOCKS * size_bytes)
 
     def reserve(self, pending: PendingWrite) -> None:
-        """The pending write will be put in; until then its place is taken."""
+        """Take the place of a pending write that will be put in."""
         self.ids.add(pending.record.id)
         self.bytes += pending.record.kv_bytes
         pending.queues += 1
@@ -124,7 +125,7 @@ class WriteQueue:
     def tell(self, call: Callable[[], object], *, must: bool = False) -> None:
         """Have the thread make a call, which may raise TierUnavailable.
 
-        must: however many others there are.
+        must: queue it however many calls are waiting.
         """
         (self._musts if must else self._calls).append(call)
         self._condition.notify_all()
@@ -139,7 +140,7 @@ class WriteQueue:
         self._condition.notify_all()
 
     def drop(self, which: Callable[[PendingWrite], bool]) -> int:
-        """Take pending writes out that are not being written; how many."""
+        """Remove pending writes that have not begun; returns how many."""
         dropped = [pending for pending in self.waiting if which(pending)]
         for pending in dropped:
             self.waiting.remove(pending)
@@ -147,14 +148,14 @@ class WriteQueue:
         return len(dropped)
 
     def stop(self) -> None:
-        """End the thread after what it is doing; what still waits is dropped and counted."""
+        """End the thread after its current work; waiting writes are dropped and counted."""
         self._running = False
         self.handle.count(dropped=self.drop(lambda _: True))
         self._calls.clear()
         self._condition.notify_all()
 
     def run(self) -> None:
-        """Life of the thread."""
+        """Main loop of the thread."""
         scratch = aligned_buffer(0)
         while (calls := self._next()) is not None:
             self._no_loads.wait(LOADS_FIRST_S)

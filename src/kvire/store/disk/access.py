@@ -1,6 +1,7 @@
-"""How calls of a disk tier get at its folder: opened when first needed, opened again when it was
-replaced, left alone for a moment when it keeps failing. The folder may be removed, filled, locked
-away or damaged at any time.
+"""Access to a disk tier's folder: opened when first needed, reopened when it was replaced, and
+paused when it keeps failing.
+
+The folder may be removed, filled, locked away or damaged at any time.
 """
 
 import logging
@@ -19,21 +20,21 @@ from kvire.store.disk.rows import IndexDamagedError
 from kvire.store.health import Outage
 
 # Seconds by which the clock follows the wall clock, per second: eight hours in 48 minutes, so that
-# blocks in use are touched meanwhile; a clock that is wrong for a moment hardly matters.
+# blocks in use are touched meanwhile; a wall clock that is wrong for a moment hardly matters.
 FOLLOW_PACE = 10.0
-FOLLOW_AT_MOST_S = 1.0  # since the last look count at most so many seconds: nobody knows when the wall clock was set
+FOLLOW_AT_MOST_S = 1.0  # elapsed seconds counted per call, at most: when the wall clock was set is not known
 
 
 def since_boot() -> float:
-    """Seconds, those that the machine was suspended among them; time.monotonic leaves them out."""
+    """Seconds since boot, including suspension (time.monotonic leaves it out)."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class FollowingClock:
-    """What has passed since the start, drawn towards the wall clock by and by. Thread-safe.
+    """Elapsed time that gradually follows the wall clock. Thread-safe.
 
     wall: seconds since the epoch, may jump.
-    elapsed: seconds since whenever, steady, also while suspended.
+    elapsed: seconds since any moment, steady, also while suspended.
     """
 
     def __init__(self, wall: Callable[[], float], elapsed: Callable[[], float]) -> None:
@@ -54,8 +55,8 @@ class FollowingClock:
             return self._now
 
     def latest(self) -> float:
-        """The time by whichever clock is ahead: what is later than that is from the future for
-        everybody.
+        """The later of this clock and the wall clock: a stamp beyond it is in the future for every
+        process.
         """
         return max(self.now(), self._wall())
 
@@ -67,10 +68,9 @@ ERRORS = (OSError, sqlite3.Error, JournalFullError, IndexDamagedError, StoreErro
 
 
 class DiskAccess:
-    """One process's way to the folder at `path`. Thread-safe.
+    """One process's access to the folder at `path`. Thread-safe.
 
-    Times are those of a FollowingClock, so that a clock that is put forward or back shows by and by
-    only.
+    Times are those of a FollowingClock, so that a jump of the wall clock shows only gradually.
     """
 
     def __init__(
@@ -90,6 +90,9 @@ class DiskAccess:
         self._new_bytes = new_bytes
         self._files = files
         self._clock = FollowingClock(wall, elapsed)
+        # Guards _folder, _closed, _new_bytes, and `users` and `stale` of every folder opened here.
+        # A call holds it to take a folder and to leave it, not while it uses it. Opening happens
+        # under it, so that two calls do not open the folder twice.
         self._lock = threading.Lock()
         self._folder: DiskFolder | None = None
         self._closed = False
@@ -103,9 +106,9 @@ class DiskAccess:
         return self._clock.latest()
 
     def open(self) -> None:
-        """Open the folder now, making what is missing.
+        """Open the folder now, making missing parts.
 
-        Raises StoreError if this is no place for a store.
+        Raises StoreError if `path` cannot hold a store.
         """
         try:
             with self._lock:
@@ -118,7 +121,7 @@ class DiskAccess:
     def reads(self) -> AbstractContextManager[DiskFolder | None]:
         """The folder, for one call that reads; None if there is none.
 
-        Whatever goes wrong is TierUnavailable.
+        Every error becomes TierUnavailable.
         """
         return self._used(self.reading, make=False)
 
@@ -133,7 +136,7 @@ class DiskAccess:
             yield folder
 
     def changes(self) -> AbstractContextManager[DiskFolder | None]:
-        """The folder, for one call that changes what is there; None if there is none.
+        """The folder, for one call that changes existing content; None if there is none.
 
         Errors as in `reads`.
         """
@@ -141,8 +144,11 @@ class DiskAccess:
 
     @contextmanager
     def glance(self) -> Iterator[DiskFolder | None]:
-        """The folder if it is open already, for one short look; None if that would have to wait."""
+        """The folder if it is open already, for one short query; None if that would have to
+        wait.
+        """
         folder = None
+        # Another call may hold the lock for as long as opening takes.
         if self._lock.acquire(timeout=GLANCE_S):
             try:
                 if (folder := self._folder) is not None:
@@ -158,7 +164,7 @@ class DiskAccess:
                 self._left(folder)
 
     def close(self) -> None:
-        """Refuse all calls from now on; those under way end as they would. Idempotent."""
+        """Refuse all calls from now on; calls in progress end normally. Idempotent."""
         with self._lock:
             self._closed = True
             self._let_go()
@@ -187,7 +193,7 @@ class DiskAccess:
                 self._left(folder)
 
     def _current(self, *, make: bool) -> DiskFolder | None:
-        """The folder as it lies at the path now, opened if need be; call it with the lock."""
+        """The folder now at the path, opened if needed. Called with the lock held."""
         if self._closed:
             raise TierUnavailable(f"{self.path} is closed")
         if self._folder is not None:
@@ -211,9 +217,7 @@ class DiskAccess:
         raise FileNotFoundError(f"{self.path} vanishes as often as it is made")
 
     def _after(self, error: Exception, folder: DiskFolder | None) -> None:
-        """What an error says about the index: damaged, or a connection that is of no use any
-        more.
-        """
+        """Let go of a folder whose index is damaged or whose connection is unusable."""
         damaged = is_damage(error)
         if folder is None or not (damaged or isinstance(error, sqlite3.ProgrammingError)):
             return
@@ -221,10 +225,14 @@ class DiskAccess:
             if self._folder is folder:
                 self._let_go()
         if damaged:
+            # Outside the lock, since it takes long: other calls open the folder anew meanwhile, and
+            # the folder's lock file keeps all but one of them from making the index.
             log.warning("the index of %s is damaged and made again from its segments: %s", self.path, error)
             with suppress(*ERRORS):
                 folder.remake()
 
+    # Called with the lock held. A folder in use is retired by its last user (`_left`), so that no
+    # call loses its connection in the middle.
     def _let_go(self) -> None:
         folder, self._folder = self._folder, None
         if folder is not None:

@@ -1,17 +1,15 @@
-"""Who gets which slot, and who has to go for it.
-
-Everything here runs inside one transaction of the index.
+"""Slot allocation and eviction. Everything here runs inside one transaction of the index.
 
 The limit holds by construction: a segment is entered in the index, where every process counts it,
-before its file is made, and it leaves the index after its file. What all segments, the largest
-index for them, and the journal take is at most the limit.
+before its file is made, and it leaves the index after its file. The size of all segments, the
+largest index for them, and the journal is at most the limit.
 
-Eviction takes the block unused longest, the later one in its sequence first: a block that is
-written takes over its parent's time, which was brought up to now before if it was old or its turn
-has come (disk/writer.py), and those touched together get one time, so no parent goes before its
-child. A prompt that fills the tier keeps its beginning. With several tenants it takes from those
-who have more than an equal share. A size of slots that finds no room takes whole segments from
-another size, if those were not used since the oldest block of its own.
+Eviction takes the least recently used block, the later one in its sequence first. No parent is
+evicted before its child: a block that is written takes over its parent's time, which was brought up
+to now before if it was old or next to be evicted (disk/writer.py), and blocks touched together get
+one time. A prompt that fills the tier keeps its beginning. With several tenants, blocks are taken
+from tenants above an equal share. A slot size without room takes whole segments from another size,
+if those were not used since the oldest block of its own.
 """
 # ruff: noqa: S608 - nothing but numbers and names of ours is put into a statement's text
 
@@ -42,29 +40,29 @@ CANDIDATES = 8  # segments unused longest, of which one may change its size
 
 
 def segment_bytes_for(capacity_bytes: int) -> int:
-    """What a segment takes, unless one slot is larger."""
+    """Size of a segment, unless one slot is larger."""
     return max(min(SEGMENT_BYTES, capacity_bytes // 16), capacity_bytes // MOST_SEGMENTS)
 
 
 def journal_bytes_for(capacity_bytes: int) -> int:
-    """What the index's journal may take."""
+    """Size limit of the index's journal."""
     return min(16 * MIB, max(MIB, capacity_bytes // 16))
 
 
 def taken_bytes(capacity_bytes: int, segment_bytes: int, segments: int, slots: int) -> int:
-    """Most that a folder with these segments takes, everything counted."""
+    """Upper limit of a folder's size with these segments, everything counted."""
     index = BASE_INDEX_BYTES + SHARED_MEMORY_BYTES + journal_bytes_for(capacity_bytes) + slots * SLOT_INDEX_BYTES
     return index + segment_bytes + segments * PER_SEGMENT_BYTES
 
 
 def capacity_for(segment_bytes: int, segments: int, slots: int) -> int:
-    """The least limit under which all of these segments may stay."""
+    """The smallest limit under which all of these segments may stay."""
     without_journal = taken_bytes(0, segment_bytes, segments, slots)
     return max(MIN_CAPACITY_BYTES, without_journal * 16 // 15 + KIB)
 
 
 def noted_capacity(run: Run) -> int | None:
-    """The folder's limit in bytes, None before anybody set it. Raises IndexDamagedError."""
+    """The folder's limit in bytes, None if it was never set. Raises IndexDamagedError."""
     settings: dict[str, int] = dict(run("SELECT name, value FROM settings"))
     capacity_bytes = settings.get("capacity_bytes")
     if capacity_bytes is None:
@@ -77,7 +75,7 @@ def noted_capacity(run: Run) -> int | None:
 
 
 def note_capacity(run: Run, capacity_bytes: int) -> None:
-    """Set the folder's limit; twice, since all blocks above it are given up."""
+    """Set the folder's limit; stored twice, since blocks above it are evicted."""
     for name, value in (("capacity_bytes", capacity_bytes), (CHECK, _opposite(capacity_bytes))):
         run("INSERT OR REPLACE INTO settings VALUES (?, ?)", name, value)
 
@@ -94,7 +92,7 @@ def capacity_of(run: Run) -> int:
 
 
 def spare_bytes(run: Run) -> int:
-    """What the limit leaves beside all that there is; negative if it was lowered."""
+    """The limit less the space in use; negative if the limit was lowered."""
     capacity_bytes = capacity_of(run)
     [(segment_bytes, segments, slots)] = run(
         "SELECT ifnull(sum(slots * slot_bytes), 0) AS bytes, count(*) AS segments, ifnull(sum(slots), 0) AS blocks "
@@ -106,13 +104,13 @@ def spare_bytes(run: Run) -> int:
 
 @dataclass(slots=True)
 class Evicted:
-    """Blocks that went: how many for each reason, and of each tenant."""
+    """Evicted blocks: number per reason and per tenant."""
 
     reasons: Counter[str] = field(default_factory=Counter)
     tenants: Counter[bytes] = field(default_factory=Counter)
 
     def add(self, reason: str, tenant: bytes, count: int = 1) -> None:
-        """Count blocks that went."""
+        """Count evicted blocks."""
         self.reasons[reason] += count
         self.tenants[tenant] += count
 
@@ -128,7 +126,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SlotRef:
-    """A slot, and how large it is."""
+    """A slot and its size."""
 
     slot: int
     slot_bytes: int
@@ -144,7 +142,7 @@ class _Victim:
 
 
 class SlotAllocator:
-    """The rules for one transaction.
+    """Slot allocation within one transaction.
 
     may_grow: False while the file system is known to be full.
     remove: removes a segment's file; it runs before the segment leaves the index, so that no file
@@ -172,11 +170,12 @@ class SlotAllocator:
     def claim(  # noqa: PLR0911  (each is another outcome)
         self, slot_bytes: int, tenant: bytes, now: float, parent: BlockKey
     ) -> int | Segment | str:
-        """A slot, now the caller's; or a segment whose file the caller has to make before it asks
-        again; or why not.
+        """Claim a slot for the caller.
 
-        parent: of the block that is to be written; it does not go for it, in whatever group
-            (OWN_PROMPT).
+        Returns the slot, a segment whose file the caller must make before it asks again, or the
+        reason for refusal.
+
+        parent: of the block to be written; it is not evicted for it, in any group (OWN_PROMPT).
         """
         if taken_bytes(self._capacity, slot_bytes, 1, 1) > self._capacity:
             return "full"
@@ -199,12 +198,10 @@ class SlotAllocator:
         return segment
 
     def keep(self, slot: int, slot_bytes: int, head: SlotHeader) -> list[SlotRef] | None:
-        """The claimed slot holds the block from now on.
+        """Enter the block in the claimed slot. Its earlier slots become claimed instead: free them.
 
-        The slots that held it before are claimed instead: free them.
-
-        None if the slot was taken away meanwhile: with its segment, or by somebody who took this
-        process for dead.
+        None if the slot was lost meanwhile: with its segment, or because another process considered
+        this one dead.
         """
         run = self.run
         if not self._mine(slot):
@@ -222,7 +219,7 @@ class SlotAllocator:
         return old
 
     def enter(self, slot: int, slot_bytes: int, head: SlotHeader, used: float, *, pinned: bool = False) -> None:
-        """A slot that is nobody's holds a block that has no other."""
+        """Enter a block that has no slot in an unclaimed one."""
         expires = None if head.ttl_s is None else min(used + head.ttl_s, LAST_S)
         [(parent_used,)] = self.run("SELECT min(used) AS least_used FROM blocks WHERE key = ?", head.parent)
         used = used if parent_used is None else min(used, parent_used)
@@ -234,9 +231,9 @@ class SlotAllocator:
         self.run("UPDATE segments SET used = max(used, ?), unsynced = 1 WHERE id = ?", used, segment_of(slot))
 
     def free(self, slot: int, slot_bytes: int, owner: int | None = None) -> None:
-        """A slot that this process claimed, or that owner, is nobody's again.
+        """Release a slot claimed by this process or `owner`.
 
-        A free slot has no head: wiped first.
+        A free slot has no valid head: wiped first.
         """
         if self._mine(slot, owner):
             self.wipe(slot, slot_bytes)
@@ -244,7 +241,7 @@ class SlotAllocator:
             self.run("INSERT INTO free VALUES (?, ?)", slot, slot_bytes)
 
     def drop(self, segment: Segment) -> None:
-        """Remove a segment's file, and with it its blocks; `sweep` takes them out of the index."""
+        """Remove a segment's file, and with it its blocks; `sweep` removes them from the index."""
         low, high = slots_of(segment.id)
         self._remove(segment)
         self.run("UPDATE segments SET state = ? WHERE id = ?", GONE, segment.id)
@@ -252,9 +249,7 @@ class SlotAllocator:
         self.run("DELETE FROM claims WHERE slot BETWEEN ? AND ?", low, high)
 
     def sweep(self, segment: int, reason: str, most: int) -> bool:
-        """Take up to `most` blocks of a segment that is gone out of the index; True once it is
-        done.
-        """
+        """Remove up to `most` blocks of a dropped segment from the index; True once it is done."""
         low, high = slots_of(segment)
         rows = self.run("SELECT slot, tenant FROM blocks WHERE slot BETWEEN ? AND ? LIMIT ?", low, high, most)
         for slot, tenant in rows:
@@ -266,8 +261,9 @@ class SlotAllocator:
         return True
 
     def coldest(self, other_than: int | None, before: float) -> list[Segment]:
-        """Segments unused longest, with slots of another size, last used `before`, nothing pinned,
-        nobody writing.
+        """Least recently used segments of another slot size.
+
+        Last used `before`, without pins or writers.
         """
         rows = self.run(
             "SELECT id, slot_bytes, slots FROM segments s WHERE state = ? AND slot_bytes IS NOT ? "
@@ -298,9 +294,8 @@ class SlotAllocator:
         return slot
 
     def _must_be_nobodys(self, slot: int, slot_bytes: int) -> None:
-        """Nothing is written over a block because the index gives its slot away.
-
-        Raises IndexDamagedError.
+        """Raises IndexDamagedError if a slot the index calls free holds a block, to prevent
+        overwriting it.
         """
         rows = self.run(
             "SELECT state, slot_bytes, fresh FROM segments WHERE id = ?1 >> 20 "
@@ -313,7 +308,7 @@ class SlotAllocator:
         raise IndexDamagedError("it gives away what is not free")
 
     def _mine(self, slot: int, owner: int | None = None) -> bool:
-        """Whether the slot still is claimed; dropping a segment drops its claims."""
+        """Whether the slot is still claimed; dropping a segment drops its claims."""
         return bool(self.run("SELECT 1 FROM claims WHERE slot = ? AND owner = ?", slot, owner or self._owner))
 
     def _take(self, slot: int, slot_bytes: int) -> int:
@@ -336,7 +331,7 @@ class SlotAllocator:
         return Segment(segment, slot_bytes, slots)
 
     def _oldest(self, slot_bytes: int, tenant: bytes) -> _Victim | None:
-        """The block that has to go first."""
+        """The next block to evict."""
         rows = self.run("SELECT tag, bytes FROM tenants ORDER BY bytes DESC LIMIT ?", COMPETITORS)
         alone = all(tag == tenant for tag, _ in rows)
         for tag in self._over_share(rows, tenant):
@@ -352,16 +347,18 @@ class SlotAllocator:
 
     @staticmethod
     def _over_share(tenants: list[tuple[bytes, int]], writer: bytes) -> list[bytes]:
-        """Who may have to give way to the writer: those with more than an equal share, most first,
-        and itself.
+        """Tenants that may lose blocks to the writer.
+
+        Those above an equal share, largest first, and the writer's own.
         """
         competing = len(tenants) + all(tag != writer for tag, _ in tenants)
         share = sum(count for _, count in tenants) / max(1, competing)
         return [tag for tag, count in tenants if count > share or tag == writer]
 
     def _convert(self, slot_bytes: int, tenant: bytes, before: float) -> bool:
-        """Remove a segment of another size that nobody used since `before`, unless it is a modest
-        tenant's.
+        """Remove a segment of another size unused since `before`.
+
+        Segments with blocks of tenants below their share are kept.
         """
         rows = self.run("SELECT tag, bytes FROM tenants ORDER BY bytes DESC LIMIT ?", COMPETITORS)
         giving = set(self._over_share(rows, tenant))

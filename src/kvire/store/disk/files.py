@@ -1,8 +1,7 @@
-"""Every system call of the disk tier and every statement of its index, in one object that does
-nothing else.
+"""Every system call of the disk tier and every statement of its index, in one object without logic.
 
-Tests replace it: to make any one call fail, to die before it, or to lose what was never synced.
-Nothing here follows a symbolic link, and what it makes can be read by its owner only.
+Tests replace it: to make any one call fail, to die before it, or to lose unsynced bytes. Nothing
+here follows a symbolic link, and files made here are readable by their owner only.
 """
 
 import errno
@@ -39,8 +38,8 @@ class Files:
         path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
 
     def open_folder(self, path: Path) -> int:
-        """A handle of the folder: what is opened relative to it stays inside, whatever becomes of
-        the path.
+        """A handle of the folder: paths opened relative to it stay inside, even if the folder
+        moves.
         """
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
@@ -49,23 +48,23 @@ class Files:
         os.close(fd)
 
     def names(self, folder: int) -> list[str]:
-        """Names of what is in the folder."""
+        """Names of the folder's entries."""
         return os.listdir(folder)
 
     def identity(self, path: Path) -> tuple[int, int]:
-        """Device and inode: another file under the same path has others."""
+        """Device and inode: another file at the same path has others."""
         status = os.stat(path, follow_symlinks=False)  # noqa: PTH116 - every call of the tier asks; this is faster
         return status.st_dev, status.st_ino
 
     def is_regular(self, folder: int, name: str) -> bool | None:
-        """Whether the name is a plain file; None if there is nothing of that name."""
+        """Whether the name is a plain file; None if there is no such name."""
         try:
             return stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
         except FileNotFoundError:
             return None
 
     def mode(self, fd: int) -> int:
-        """Who may do what with an open file or folder: permission bits."""
+        """Permission bits of an open file or folder."""
         return stat.S_IMODE(os.fstat(fd).st_mode)
 
     def length(self, fd: int) -> int:
@@ -73,8 +72,8 @@ class Files:
         return os.fstat(fd).st_size
 
     def size(self, path: Path) -> int:
-        """Bytes that the file takes on the disk, or will once they are written; 0 if it is not
-        there.
+        """Bytes that the file takes on the disk, or will once they are written; 0 if it is
+        missing.
         """
         try:
             status = path.lstat()
@@ -97,13 +96,13 @@ class Files:
             raise
 
     def create(self, folder: int, name: str) -> int:
-        """Make a new file; FileExistsError if there is anything of that name, even a dangling
-        link.
-        """
+        """Make a new file; FileExistsError if the name exists, even as a dangling link."""
         return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY, FILE_MODE, dir_fd=folder)
 
     def allocate(self, fd: int, length: int) -> None:
-        """Take the room now, so that a full disk shows here and not in the middle of a write."""
+        """Reserve the space now, so that a full disk shows here and not in the middle of a
+        write.
+        """
         os.posix_fallocate(fd, 0, length)
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -121,25 +120,25 @@ class Files:
         os.fdatasync(fd)
 
     def empty(self, fd: int) -> None:
-        """Free the room of a file that is to go, though others may hold it open."""
+        """Free the space of a file about to be removed, though others may hold it open."""
         os.ftruncate(fd, 0)
 
     def unlink(self, folder: int, name: str) -> None:
-        """Remove a name; no error if it is not there."""
+        """Remove a name; no error if it is missing."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder)
 
     def is_cached(self, fd: int, offset: int) -> bool:
-        """Whether the kernel has this byte in memory; False where it does not say."""
+        """Whether the kernel has this byte in memory; False if that is not known."""
         try:
             return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
         except (OSError, AttributeError):
             return False
 
     def read_ahead(self, fd: int, offset: int, length: int) -> None:
-        """Have this range in memory afterwards.
+        """Bring this range into the page cache.
 
-        By reading: a mere request is cut into small ones by the kernel.
+        By reading it: the kernel splits a mere request into small ones.
         """
         for start in range(offset, offset + length, len(_THROWN_AWAY)):
             os.preadv(fd, [_THROWN_AWAY[: offset + length - start]], start)
@@ -147,12 +146,12 @@ class Files:
     def lock(self, fd: int, byte: int) -> bool:
         """Lock one byte of a file for this open file; False if another holds it.
 
-        It ends with the process or the fd.
+        The lock ends with the process or the fd.
         """
         return self._lock(fd, byte, fcntl.F_OFD_SETLK, fcntl.F_WRLCK)
 
     def unlock(self, fd: int, byte: int) -> None:
-        """Give a locked byte back."""
+        """Release a locked byte."""
         self._lock(fd, byte, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
 
     def connect(self, path: Path, timeout_s: float) -> sqlite3.Connection:

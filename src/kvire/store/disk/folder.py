@@ -47,9 +47,8 @@ LOCK_TIMEOUT_S = 5.0
 
 
 class DiskFolder:
-    """An open folder.
-
-    Thread-safe; `retire` it when `current` says that it no longer is what lies at its path.
+    """An open folder. Thread-safe; `retire` it when `current` says that another one is at its
+    path.
     """
 
     def __init__(self, files: Files, path: Path, folder: int, lock: int) -> None:
@@ -69,10 +68,10 @@ class DiskFolder:
     def open(
         cls, files: Files, path: Path, capacity_bytes: int | None, new_bytes: Callable[[Path], int] | None, now: float
     ) -> "DiskFolder":
-        """Open what is there; make what is missing, and the index again if it is damaged.
+        """Open the folder; make missing parts, and the index again if it is damaged.
 
-        capacity_bytes: the limit from now on, for all who share the folder; None: the one it has,
-            or if it has none, new_bytes of its path.
+        capacity_bytes: the limit from now on, for all processes that share the folder; None: its
+            existing one, or if it has none, new_bytes of its path.
 
         Raises OSError, sqlite3.Error, StoreError.
         """
@@ -95,7 +94,9 @@ class DiskFolder:
         return self
 
     def current(self) -> bool:
-        """Whether this still is what lies at the path. Raises OSError if nobody can tell."""
+        """Whether this folder still is the one at the path. Raises OSError if that cannot be
+        told.
+        """
         return self.index.current()
 
     def alive(self, owner: int) -> bool:
@@ -122,7 +123,7 @@ class DiskFolder:
     def remake(self) -> None:
         """Make a new index in place of this damaged one, unless another process did.
 
-        The segments stay: whoever opens the folder takes in again what lies in them.
+        The segments stay: opening the folder takes in their blocks again.
         """
         with self._alone():
             if self.index.is_in_place():
@@ -145,7 +146,7 @@ class DiskFolder:
                 fresh.retire()
 
     def retire(self) -> None:
-        """Close everything. Nobody may use it any more."""
+        """Close everything. The folder must not be used any more."""
         self._close_index()
         self.segments.close()
         self.files.close(self._lock)
@@ -159,11 +160,11 @@ class DiskFolder:
                 return
 
     def _alone(self) -> AbstractContextManager[None]:
-        """Nobody else, in any process, makes or remakes the index meanwhile."""
+        """Exclusive right, among all processes, to make or remake the index."""
         return self._holding(MAKING_BYTE)
 
     def _writing(self) -> AbstractContextManager[None]:
-        """Nobody else, in any process, writes to the index or checkpoints it meanwhile."""
+        """Exclusive right, among all processes, to write to the index or checkpoint it."""
         return self._holding(WRITING_BYTE)
 
     @contextmanager
@@ -220,13 +221,13 @@ class DiskFolder:
         self.index.journal_bytes = journal_bytes_for(limit_bytes)
 
     def _legible(self) -> Salvaged:
-        """What an index that is damaged somewhere still says."""
+        """The readable rest of a damaged index."""
         return salvage(self.index) if hasattr(self, "index") else Salvaged()
 
     def _make_again(self, capacity_bytes: int | None, left: Salvaged) -> DiskIndex:
-        """A new index in place of a damaged one, with what is left of that.
+        """A new index in place of a damaged one, with the rows saved from that.
 
-        capacity_bytes: None for what there is.
+        capacity_bytes: None for the size of the existing segments.
         """
         limit_bytes = capacity_bytes or self._capacity_for_all()
         fresh = self._make_index(journal_bytes_for(limit_bytes))
@@ -240,7 +241,7 @@ class DiskFolder:
         return fresh
 
     def _capacity_for_all(self) -> int:
-        """The least limit under which no segment has to go."""
+        """The smallest limit under which every segment can stay."""
         found = self.segments.found()
         slots = [self.segments.slots(segment, slot_bytes) for segment, slot_bytes in found]
         used_bytes = sum(count * slot_bytes for count, (_, slot_bytes) in zip(slots, found, strict=True))
@@ -261,7 +262,7 @@ class DiskFolder:
                 self.index.retire()
 
     def _compare_segments(self, now: float) -> None:
-        """Take in files that the index does not know; let go of those that are no longer there."""
+        """Take in files that the index does not know; drop segments whose files are gone."""
         found = set(self.segments.found())
         if {row[:2] for row in self.index.query("SELECT id, slot_bytes FROM segments")} == found:
             return
@@ -293,7 +294,7 @@ class DiskFolder:
 
 
 def no_store(path: Path) -> StoreError:
-    """For those who did not say how large a new store may become."""
+    """The error for a new store without a size."""
     return StoreError(f"{path} holds no store yet: say how large it may become")
 
 

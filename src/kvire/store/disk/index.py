@@ -1,17 +1,16 @@
-"""The index of a disk tier: an SQLite file that says which block lies in which slot, shared by
-several processes.
+"""The index of a disk tier: an SQLite file that maps blocks to slots, shared by several processes.
 
 Readers never wait for writers (WAL). One transaction at a time writes, in all processes together;
-each is small, so that nobody waits long and the journal stays within its share of the limit.
-SQLite's own locks hold on one machine only: a folder on a network file system cannot be shared
-between machines.
+each is small, so that waits are short and the journal stays within its share of the limit. SQLite's
+own locks work on one machine only: a folder on a network file system cannot be shared between
+machines.
 
-Nothing that the file says is believed unchecked: disk/rows.py has what each column may hold. An
-index that says what it cannot say, contradicts itself or keeps a statement busy for ever is damaged
-(`is_damage`), and is made again from the segments, which hold the truth.
+Nothing that the file says is believed unchecked: disk/rows.py defines the valid values of each
+column. An index that has invalid values, contradicts itself or keeps a statement busy for ever is
+damaged (`is_damage`), and is rebuilt from the segments, which hold the truth.
 
-No process checkpoints while another one commits (`writing`): SQLite before 3.51.3 may lose what was
-committed when both happen at one moment (sqlite.org/wal.html, "The WAL-Reset Bug").
+No process checkpoints while another one commits (`writing`): SQLite before 3.51.3 may lose a commit
+when both happen at one moment (sqlite.org/wal.html, "The WAL-Reset Bug").
 """
 # ruff: noqa: S608 - nothing but numbers and names of ours is put into a statement's text
 
@@ -107,7 +106,7 @@ Run = Callable[..., list[tuple[Any, ...]]]  # run(sql, *values) -> rows
 
 
 class JournalFullError(Exception):
-    """The journal has no room for another transaction: somebody reads for long, or the disk is
+    """The journal has no room for another transaction: a long read is in progress, or the disk is
     full.
     """
 
@@ -126,7 +125,7 @@ class Location:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an error says that the file is no good, rather than busy, full or out of reach."""
+    """Whether an error means that the file is damaged, rather than busy, full or out of reach."""
     if isinstance(error, IndexDamagedError):
         return True
     code = getattr(error, "sqlite_errorcode", None)
@@ -136,7 +135,7 @@ def is_damage(error: Exception) -> bool:
 
 
 class Watch(local):
-    """How long the statement of each thread may take, of the thread's own time."""
+    """CPU time limit of each thread's statement."""
 
     _cpu_s = float("inf")
     _end_s: float | None = None  # set at the first look, so that short statements need no clock
@@ -146,19 +145,18 @@ class Watch(local):
         self._cpu_s, self._end_s = cpu_s, None
 
     def is_late(self) -> bool:
-        """Whether it goes on for too long; SQLite asks now and then."""
+        """Whether the statement exceeds its limit; SQLite asks now and then."""
         if self._end_s is None:
             self._end_s = time.thread_time() + self._cpu_s
         return time.thread_time() > self._end_s
 
 
 class DiskIndex:
-    """Connections to one index file: one that writes, and as many that read as there are threads
-    reading.
+    """Connections to one index file: one that writes, and one per reading thread.
 
-    journal_bytes: what its journal may take. writing: nobody else, in any process, writes or
-        checkpoints meanwhile.
-    identity: which file it is; another one may lie there later.
+    journal_bytes: size limit of its journal.
+    writing: excludes writes and checkpoints of all other processes.
+    identity: of the file; another one may replace it later.
     """
 
     def __init__(
@@ -220,31 +218,29 @@ class DiskIndex:
             raise
 
     def checkpoint(self, *, truncate: bool = False) -> None:
-        """Move the journal into the index, as far as no reader needs it."""
+        """Move the journal into the index, except for parts that a reader needs."""
         with self.lock, self._writing():
             self._checkpoint(truncate=truncate)
 
     def needs_checkpoint(self) -> bool:
-        """Whether the journal has grown so far that it should be moved soon."""
+        """Whether the journal has grown enough to be moved soon."""
         return self._files.size(self._journal) > self.journal_bytes // 4
 
     def current(self) -> bool:
-        """Whether this index still is the one that lies at its path, and can be written as far as
-        is known.
-        """
+        """Whether this index still is the one at its path, and writable as far as is known."""
         return not self._broken and self.is_in_place()
 
     def is_in_place(self) -> bool:
-        """Whether this index still is the one that lies at its path."""
+        """Whether this index still is the one at its path."""
         try:
             return self._files.identity(self.path) == self.identity
         except FileNotFoundError:
             return False
 
     def place(self, block_id: BlockId, now: float, run: Run | None = None) -> Location | None:
-        """Where a block lies.
+        """Location of a block.
 
-        run: of the transaction in which to look.
+        run: of the transaction in which to query.
         """
         rows = (run or self.query)(
             "SELECT slot, slot_bytes, frame_bytes FROM blocks WHERE key = ? AND grp = ? AND "
@@ -255,7 +251,7 @@ class DiskIndex:
         return Location(*rows[0]) if rows else None
 
     def places(self, ids: Sequence[BlockId], now: float) -> dict[BlockId, Location]:
-        """Where those of the blocks lie that are here."""
+        """Locations of the blocks that are present."""
         found: dict[BlockId, Location] = {}
         rows = self.query(f"SELECT id FROM segments WHERE state != {READY} AND state = {GONE}")
         gone = {segment for (segment,) in rows}
@@ -274,8 +270,9 @@ class DiskIndex:
         return found
 
     def unused_above(self, key: BlockKey, before: float, now: float) -> list[BlockId]:
-        """The block and all that come before it in its prompt, of all groups, first one first, as
-        far as unused since `before`. What has expired stays so.
+        """The block and all before it in its prompt, of all groups, first one first.
+
+        Only those unused since `before`. Expired ones stay expired.
         """
         rows = self.query(
             "WITH RECURSIVE above (key, parent, nth) AS ("
@@ -292,12 +289,12 @@ class DiskIndex:
         return [BlockId(BlockKey(key), group) for key, group in rows]
 
     def warm(self) -> None:
-        """Read what lookups read, so that the first ones need not wait for the disk."""
+        """Read the pages that lookups need, so that the first ones need not wait for the disk."""
         warming = "SELECT count(*) AS blocks FROM blocks INDEXED BY by_key WHERE key >= x''"
         self.query(warming, cpu_s=LONG_CPU_S)
 
     def retire(self) -> None:
-        """Close every connection. Nobody may use it any more."""
+        """Close every connection. The index must not be used any more."""
         while self._idle:
             self._idle.pop().close()
         self._writer.close()
@@ -308,7 +305,7 @@ class DiskIndex:
     def _execute(
         self, connection: sqlite3.Connection, sql: str, values: Sequence[Any] = (), cpu_s: float = STATEMENT_CPU_S
     ) -> list[tuple[Any, ...]]:
-        """The one way to every row: nothing goes past the checks."""
+        """The only way to any row, so that no row skips the checks."""
         self._watch.begin(cpu_s)
         try:
             description, rows = self._files.execute(connection, sql, values)
@@ -323,8 +320,8 @@ class DiskIndex:
         return rows
 
     def _must_be_sound(self, error: Exception) -> None:
-        """Raises IndexDamagedError if the error of a statement is the file's fault, though SQLite
-        does not say so.
+        """Raises IndexDamagedError if the file causes a statement's error, though SQLite does not
+        say so.
         """
         if isinstance(error, UnicodeDecodeError):  # text of a damaged schema, in an error that SQLite wants to tell
             raise IndexDamagedError(str(error)) from error
@@ -332,9 +329,7 @@ class DiskIndex:
             raise IndexDamagedError("its first page says that it cannot be written") from error
 
     def _is_no_longer_written(self, error: Exception) -> bool:
-        """Whether it is the file's own word that keeps others from writing, and not a disk that is
-        read only.
-        """
+        """Whether the file itself forbids writing, as opposed to a read-only disk."""
         if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_READONLY:
             return False
         return self._files.beginning(self.path, 20)[18:] != WAL_VERSION
@@ -351,7 +346,7 @@ class DiskIndex:
         return connection
 
     def _prepare(self) -> None:
-        """Make the tables in an empty file; refuse those of another format.
+        """Make the tables in an empty file; refuse other formats.
 
         Raises StoreError, IndexDamagedError.
         """
@@ -382,7 +377,7 @@ class DiskIndex:
         self._run(f"PRAGMA wal_checkpoint({'TRUNCATE' if truncate else 'PASSIVE'})")
 
     def _keep_journal_small(self) -> None:
-        """Half of what the journal may take is for the transaction that comes."""
+        """Checkpoint so that half of the journal's limit is free for the next transaction."""
         deadline = time.monotonic() + BUSY_TIMEOUT_S
         while self._files.size(self._journal) > self.journal_bytes // 2:
             self._checkpoint(truncate=True)  # does nothing while another process is at it
@@ -392,7 +387,7 @@ class DiskIndex:
                 time.sleep(0.002)
 
     def _abandon(self) -> None:
-        """After an error: end the transaction; a connection that cannot is of no use any more."""
+        """After an error: end the transaction; close a connection that cannot."""
         try:
             if self._writer.in_transaction:
                 self._run("ROLLBACK")

@@ -1,4 +1,4 @@
-"""What a disk tier says about itself: its blocks one by one, and how many there are."""
+"""Listings of a disk tier: its blocks one by one, its counters, and leftover claims."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,11 +16,11 @@ from kvire.store.tier import Entry, TierStats
 
 
 def leftovers(access: DiskAccess, evicted: Evicted, *, free: bool) -> int:
-    """Bytes that ended processes had claimed and that no block lies in.
+    """Bytes claimed by ended processes that hold no block.
 
-    free: give them back now.
+    free: release them now.
 
-    Whoever has the folder open frees them by and by; this is for those who want to know. Raises
+    Any process with the folder open releases them sooner or later; this call is for reports. Raises
     TierUnavailable.
     """
     size_bytes = 0
@@ -43,7 +43,7 @@ AT_ONCE = 512  # entries read at a time, so that no reader holds up the journal 
 
 @dataclass(frozen=True, slots=True)
 class TenantUse:
-    """What a tenant takes.
+    """Space used by a tenant.
 
     evictions: of its blocks, by this process.
     """
@@ -54,7 +54,7 @@ class TenantUse:
 
 
 def entries(access: DiskAccess) -> Iterator[Entry]:
-    """Every block, in no order that means anything."""
+    """Every block, in undefined order."""
     after = -1
     while True:
         with access.reads() as folder:
@@ -72,7 +72,7 @@ def entries(access: DiskAccess) -> Iterator[Entry]:
 
 
 def counted(access: DiskAccess, stats: TierStats, evicted: Evicted) -> None:
-    """Bring `stats` up to date, as far as that is known without waiting."""
+    """Update `stats` with the counts available without waiting."""
     stats.unavailable = access.unavailable
     stats.evictions = dict(evicted.reasons)
     with suppress(TierUnavailable), access.glance() as folder:

@@ -1,6 +1,4 @@
-"""Reads frames from a disk tier's folder: where a block lies, its slot, and what to do if it lies
-there no longer.
-"""
+"""Reads frames from a disk tier's folder: location, slot, and retries for blocks that moved."""
 
 import logging
 import threading
@@ -25,9 +23,9 @@ MOST_WAITING = 1 << 14
 
 
 class ReadAhead:
-    """A thread that reads what others will read soon, and throws it away.
+    """A thread that reads blocks into the page cache ahead of their loads.
 
-    An error is theirs to meet, not its own.
+    It ignores errors: the load's own read will meet them.
     """
 
     def __init__(self, access: DiskAccess) -> None:
@@ -73,9 +71,7 @@ class ReadAhead:
                 log.exception("reading ahead failed")
 
     def _next_run(self) -> list[Location]:
-        """Slots that follow each other, from the first that is wanted on; called with the lock
-        held.
-        """
+        """Neighbouring slots, from the first wanted one on. Called with the lock held."""
         run = [self._wanted.popleft()]
         while self._wanted and run[-1].is_before(self._wanted[0]) and len(run) * run[0].slot_bytes < RUN_BYTES:
             run.append(self._wanted.popleft())
@@ -96,7 +92,7 @@ MOST_AT_ONCE = 64  # slots per call to the system, which takes a limited number 
 class DiskReader:
     """Reads for one DiskTier; thread-safe.
 
-    evicted: is told of blocks whose file turns out to be gone.
+    evicted: told of blocks whose file turns out to be gone.
     """
 
     def __init__(self, access: DiskAccess, evicted: Evicted) -> None:
@@ -112,17 +108,17 @@ class DiskReader:
         return [block_id in places for block_id in ids]
 
     def locate(self, ids: Sequence[BlockId]) -> list[bool]:
-        """As held, for a load: its reads need not look again."""
+        """As held, for a load: its reads need no second lookup."""
         self._found = places = self._places(ids)
         return [block_id in places for block_id in ids]
 
     def found(self, ids: Sequence[BlockId]) -> list[Location]:
-        """Where the last load found those that it did find."""
+        """Locations found by the last load."""
         found = self._found
         return [place for block_id in ids if (place := found.get(block_id)) is not None]
 
     def forget(self, block_id: BlockId) -> None:
-        """The block was written again: it may lie elsewhere now."""
+        """The block was written again, perhaps to another slot."""
         self._found.pop(block_id, None)
 
     def _places(self, ids: Sequence[BlockId]) -> dict[BlockId, Location]:
@@ -130,7 +126,7 @@ class DiskReader:
             return {} if folder is None else folder.index.places(ids, self._access.now())
 
     def read(self, block_id: BlockId, buffers: Sequence[Buffer], *, whole: bool = True) -> int:
-        """See Tier. Not whole: only as much of the frame's beginning as the buffers hold."""
+        """See Tier. Not whole: only the frame's first bytes, up to the length of the buffers."""
         with self._access.reads() as folder:
             for _ in range(LOOKS if folder is not None else 0):
                 assert folder is not None
@@ -154,9 +150,9 @@ class DiskReader:
         raise BlockMissing(f"{self._access.path} does not hold the block")
 
     def read_run(self, ids: Sequence[BlockId], buffers: Sequence[Sequence[Buffer]]) -> list[ReadOutcome]:
-        """See ReadsRuns.
+        """See ReadsRuns. Neighbouring slots are read by one call.
 
-        What lies side by side is read at once; whatever is not as expected, again and by itself.
+        Blocks that do not match are read again, one by one.
         """
         sizes: dict[int, int] = {}
         with suppress(TierUnavailable), self._access.reads() as folder:
@@ -174,7 +170,7 @@ class DiskReader:
         buffers: Sequence[Sequence[Buffer]],
         sizes: dict[int, int],
     ) -> None:
-        """Put lengths of frames that lay where the index says into `sizes`, by their place in
+        """Put the lengths of frames found at their indexed location into `sizes`, by position in
         `ids`.
         """
         found = self._found
@@ -202,8 +198,9 @@ class DiskReader:
             return error
 
     def _not_there(self, folder: DiskFolder, block_id: BlockId, place: Location) -> None:
-        """The slot does not hold the block: it moved while it was read, or its file is gone or was
-        written over.
+        """Handle a slot that does not hold the block.
+
+        The block moved during the read, or its file is gone or was overwritten.
         """
         try:
             with folder.allocator(self._evicted) as allocator:
@@ -214,7 +211,7 @@ class DiskReader:
                 raise
 
     def _lies_there(self, folder: DiskFolder, block_id: BlockId, place: Location) -> bool:
-        """Whether the slot says the same of the block as the index does."""
+        """Whether the slot's head matches the index about the block."""
         head = None
         with suppress(FileNotFoundError):
             head = folder.segments.head(place.slot, place.slot_bytes)
@@ -230,14 +227,14 @@ class DiskReader:
 
 
 def _is_frame(head: bytes | None, got: int, block_id: BlockId, place: Location, size: int) -> bool:
-    """Whether a slot that was read holds the block that the index says, and at least `size` bytes
-    of it came.
+    """Whether a slot that was read holds the indexed block, and at least `size` bytes of it
+    came.
     """
     return head is not None and got >= size and is_head_of(head, block_id, place.frame_bytes)
 
 
 def _side_by_side(places: Sequence[tuple[Location, int]]) -> Iterator[list[int]]:
-    """The numbers of places, in order of their slots, whose slots follow each other; run by run."""
+    """Positions of places in order of their slots, grouped into runs of neighbours."""
     run: list[int] = []
     before: Location | None = None
     for place, number in places:

@@ -1,9 +1,6 @@
-"""What each column of the index may hold.
+"""Valid values of each column of the index. A damaged file may hold any value of any type.
 
-A damaged file can say anything, of any type; nothing of it goes further.
-
-Every column that a statement reads has its name here: one that is computed is given a name of these
-(AS).
+Every column that a statement reads is listed here; a computed one is given a listed name (AS).
 """
 
 import json
@@ -22,14 +19,14 @@ FEW_ROWS = 4  # up to so many, values are looked at one by one: that is faster t
 
 
 class IndexDamagedError(Exception):
-    """The index cannot be read as one: it has to be made again from the segments."""
+    """The index cannot be read as one: it must be rebuilt from the segments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What a column may hold.
+    """Valid values of a column.
 
-    fits: one value, or all of several, which is faster for many.
+    fits: checks one value, or all of several, which is faster for many.
     """
 
     fits: Callable[[Any], bool]
@@ -37,18 +34,16 @@ class Column:
 
 
 def column(name: str) -> Column:
-    """The column of this name; every one that a statement reads has to be here.
-
-    Raises IndexDamagedError.
-    """
+    """The column of this name. Raises IndexDamagedError if it is not listed here."""
     if (known := _COLUMNS.get(name)) is None:  # SQLite tells names as the schema in the file spells them
         raise IndexDamagedError(f"it has a column {name!r}")
     return known
 
 
 def check_rows(columns: Sequence[Column], rows: Sequence[tuple[Any, ...]]) -> None:
-    """Raises IndexDamagedError unless all values are of the type and in the range of their
-    columns.
+    """Check all values against type and range of their columns.
+
+    Raises IndexDamagedError.
     """
     if len(rows) <= FEW_ROWS:
         sound = all(one.fits(value) for row in rows for one, value in zip(columns, row, strict=True))

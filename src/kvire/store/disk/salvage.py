@@ -1,6 +1,4 @@
-"""What a damaged index still says of things that lie nowhere else: the limit, pins, and notes of
-namespaces.
-"""
+"""Rows of a damaged index that segments do not hold: the limit, pins, and notes of namespaces."""
 # ruff: noqa: S608 - nothing but names of ours is put into a statement's text
 
 import sqlite3
@@ -19,7 +17,7 @@ Rows = list[tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Salvaged:
-    """Rows of tables as they were.
+    """Rows of tables, unchanged.
 
     capacity_bytes: None if the index does not say.
     """
@@ -30,7 +28,7 @@ class Salvaged:
     written: Rows = field(default_factory=list)
 
     def enter(self, index: DiskIndex) -> None:
-        """Write it into a new index. Pins wait there until their blocks are found."""
+        """Write the rows into a new index. Pins wait there until their blocks are found."""
         tables = {"pins": self.pins, "namespaces": self.namespaces, "written": self.written}
         for table, rows in tables.items():
             for start in range(0, len(rows), index.rows_at_once):
@@ -40,7 +38,7 @@ class Salvaged:
 
 
 def salvage(index: DiskIndex) -> Salvaged:
-    """Ask a damaged index for what it can still say; never raises for what it cannot."""
+    """The readable rows of a damaged index; never raises for unreadable ones."""
     pinned = "SELECT key, grp FROM blocks {} WHERE pinned"
     pins = _rows(index, pinned.format("INDEXED BY by_key")) or _rows(index, pinned.format("NOT INDEXED"))
     capacity_bytes = None

@@ -41,8 +41,9 @@ _ZEROS = memoryview(bytes(1 << 20))
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """Whose frame a slot holds. created in seconds since the epoch.
+    """Address and times of the frame in a slot.
 
+    created: seconds since the epoch.
     ttl_s: None for no end.
     """
 
@@ -59,7 +60,7 @@ class SlotHeader:
 
     @property
     def id(self) -> BlockId:
-        """Whose frame it is."""
+        """Address of the frame's block."""
         return BlockId(self.key, self.group)
 
     def encode(self) -> bytes:
@@ -72,7 +73,7 @@ class SlotHeader:
 
     @classmethod
     def decode(cls, head: bytes | bytearray | memoryview) -> "SlotHeader | None":
-        """None if these bytes are no head."""
+        """None if these bytes are no valid head."""
         if len(head) != HEAD_BYTES or xxh3_64_intdigest(head[: _HEAD.size]) != _CHECK.unpack(head[_HEAD.size :])[0]:
             return None
         magic, key, parent, root, tag, content, group, _, index, frame_bytes, created, ttl_s, _ = _HEAD.unpack(
@@ -84,8 +85,9 @@ class SlotHeader:
 
 
 def is_head_of(head: bytes, block_id: BlockId, frame_bytes: int) -> bool:
-    """Whether these HEAD_BYTES are the head of that block's frame; as SlotHeader.decode tells, but
-    sooner.
+    """Whether these HEAD_BYTES are the head of that block's frame.
+
+    As SlotHeader.decode tells, but faster.
     """
     group, _, _, length = _WHOSE.unpack_from(head, _WHOSE_AT)
     return (
@@ -124,10 +126,11 @@ class _Open:
 
 
 class SegmentFiles:
-    """The segment files of one folder: `folder` is its open handle. Thread-safe.
+    """The segment files of one folder. Thread-safe.
 
-    A file's name says how its slots are cut: two hexadecimal numbers, the segment's id and the
-    slots' size.
+    folder: its open handle.
+
+    A file's name gives its layout: two hexadecimal numbers, the segment's id and the slots' size.
     """
 
     def __init__(self, files: Files, folder: int) -> None:
@@ -142,7 +145,7 @@ class SegmentFiles:
         return f"{segment:011x}-{slot_bytes:x}{SUFFIX}"
 
     def found(self) -> list[tuple[int, int]]:
-        """(segment, slot_bytes) of every file that is named like a segment and is a plain file."""
+        """(segment, slot_bytes) of every plain file with a segment's name."""
         segments = []
         for name in self._files.names(self._folder):
             try:
@@ -155,9 +158,9 @@ class SegmentFiles:
         return segments
 
     def make(self, segment: int, slot_bytes: int, slots: int) -> None:
-        """Make a segment's file with all its room.
+        """Make a segment's file at its full size.
 
-        Whatever else has that name, a link say, is removed first.
+        Anything else of that name, such as a link, is removed first.
         """
         name = self.name(segment, slot_bytes)
         try:
@@ -171,7 +174,7 @@ class SegmentFiles:
             self._files.close(fd)
 
     def remove(self, segment: int, slot_bytes: int) -> None:
-        """Remove a segment's file; its room is free at once."""
+        """Remove a segment's file; its space is free at once."""
         self.drop(segment)
         name = self.name(segment, slot_bytes)
         if self.exists(segment, slot_bytes):
@@ -183,7 +186,7 @@ class SegmentFiles:
         self._files.unlink(self._folder, name)
 
     def exists(self, segment: int, slot_bytes: int) -> bool:
-        """Whether the segment's file is there, as a plain file."""
+        """Whether the segment's file is present, as a plain file."""
         return bool(self._files.is_regular(self._folder, self.name(segment, slot_bytes)))
 
     def slots(self, segment: int, slot_bytes: int) -> int:
@@ -192,16 +195,14 @@ class SegmentFiles:
             return min(MOST_SLOTS, self._files.length(fd) // slot_bytes)
 
     def drop(self, segment: int) -> None:
-        """Close a segment's file here, as soon as nobody uses it: it was removed by another
-        process.
-        """
+        """Close a removed segment's file here, as soon as it is unused."""
         with self._lock:
             if (entry := self._open.pop(segment, None)) is not None:
                 entry.dropped = True
                 self._close_unused([entry])
 
     def head(self, slot: int, slot_bytes: int) -> SlotHeader | None:
-        """Whose frame the slot holds; None if it holds none, or lies where the disk is broken."""
+        """The slot's head; None if it has no valid one, or the disk cannot read it."""
         try:
             head, _ = self.read(slot, slot_bytes, ())
             return None if head is None else SlotHeader.decode(head)
@@ -211,11 +212,10 @@ class SegmentFiles:
             raise
 
     def read(self, slot: int, slot_bytes: int, buffers: Sequence[memoryview]) -> tuple[bytes | None, int]:
-        """Fill `buffers` with the slot's frame: its head (None: it changed meanwhile) and how many
-        bytes were there.
+        """Fill `buffers` with the slot's frame; returns its head and the number of bytes.
 
-        The head is looked at again in the end: whoever writes wipes it first, so a frame is of one
-        piece.
+        None instead of the head: it changed during the read. The head is checked again at the end:
+        a writer wipes it first, so a frame is of one piece.
         """
         head, got = self.read_run(slot, slot_bytes, [buffers])[0]
         again = bytearray(HEAD_BYTES)
@@ -226,10 +226,10 @@ class SegmentFiles:
     def read_run(
         self, slot: int, slot_bytes: int, buffers: Sequence[Sequence[memoryview]]
     ) -> list[tuple[bytes | None, int]]:
-        """Fill each slot's buffers, of neighbouring slots from `slot` on, by one call to the
-        system: heads and lengths.
+        """Fill each slot's buffers, of neighbouring slots from `slot` on, by one system call.
 
-        A slot that is written meanwhile may come in parts: for those who verify frames.
+        Returns heads and lengths. A slot that is being written may come in parts: for callers that
+        verify frames.
         """
         heads = [bytearray(HEAD_BYTES) for _ in buffers]
         filled: list[memoryview] = []
@@ -247,7 +247,7 @@ class SegmentFiles:
         return [(bytes(head), count) if count >= 0 else (None, 0) for head, count in zip(heads, here, strict=True)]
 
     def write(self, slot: int, slot_bytes: int, head: SlotHeader, frame: memoryview) -> None:
-        """Put a frame into a slot that nobody else uses."""
+        """Put a frame into a slot that no other caller uses."""
         offset = place_of(slot) * slot_bytes
         with self._borrow(segment_of(slot), slot_bytes) as fd:
             self._files.write(fd, memoryview(_BLANK), offset)
@@ -255,8 +255,8 @@ class SegmentFiles:
             self._files.write(fd, memoryview(head.encode()), offset)
 
     def wipe(self, slot: int, slot_bytes: int, frame_bytes: int) -> None:
-        """Overwrite the slot's head and the first `frame_bytes` of its frame, so that nobody takes
-        it for a block.
+        """Overwrite the slot's head and the first `frame_bytes` of its frame, so that it reads as
+        empty.
         """
         offset = place_of(slot) * slot_bytes
         end = offset + HEAD_BYTES + frame_bytes
@@ -265,8 +265,8 @@ class SegmentFiles:
                 self._files.write(fd, _ZEROS[: end - start], start)
 
     def read_ahead(self, slot: int, slot_bytes: int, length: int) -> None:
-        """Bring the slot's head and `length` bytes from there on into memory, unless the first and
-        last are there.
+        """Bring the slot's head and the next `length` bytes into memory, unless first and last are
+        there.
         """
         offset, length = place_of(slot) * slot_bytes, HEAD_BYTES + length
         with self._borrow(segment_of(slot), slot_bytes) as fd:
@@ -274,19 +274,19 @@ class SegmentFiles:
                 self._files.read_ahead(fd, offset, length)
 
     def sync(self, segment: int, slot_bytes: int) -> None:
-        """Return when all that was written to the segment is on the disk."""
+        """Return when all bytes written to the segment are on the disk."""
         with self._borrow(segment, slot_bytes) as fd:
             self._files.sync(fd)
 
     def close(self) -> None:
-        """Close every file. Nobody may use them any more."""
+        """Close every file. They must not be used any more."""
         with self._lock:
             while self._open:
                 self._files.close(self._open.popitem()[1].fd)
 
     @contextmanager
     def _borrow(self, segment: int, slot_bytes: int) -> Iterator[int]:
-        """The segment's open file, not closed before it is given back."""
+        """The segment's open file; it stays open until the context ends."""
         with self._lock:
             if (entry := self._open.get(segment)) is None:
                 entry = _Open(self._files.open(self._folder, self.name(segment, slot_bytes)), slot_bytes)
@@ -314,7 +314,7 @@ class SegmentFiles:
 
 
 def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of the buffers once their first `done` bytes are filled."""
+    """The rest of the buffers after their first `done` bytes."""
     if done == 0:
         return buffers
     left = []

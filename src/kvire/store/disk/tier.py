@@ -84,9 +84,9 @@ class DiskTier:
         self._lock = threading.Lock()
 
     def open(self) -> Self:
-        """Open the folder now, making what is missing.
+        """Open the folder now, making missing parts.
 
-        Raises StoreError if this is no place for a store.
+        Raises StoreError if `path` cannot hold a store.
         """
         self._access.open()
         self._upkeep.start()
@@ -100,9 +100,7 @@ class DiskTier:
 
     @property
     def degraded(self) -> str:
-        """What the last call that failed said, while no later one of its kind succeeded; else
-        empty.
-        """
+        """Message of the last failed call, until a call of its kind succeeds; else empty."""
         return self._access.writing.error or self._access.reading.error
 
     def held(self, ids: Sequence[BlockId], timeout_s: float | None = None) -> list[bool]:  # noqa: ARG002
@@ -118,7 +116,7 @@ class DiskTier:
         return self._reader.read_run(ids, buffers)
 
     def peek(self, block_id: BlockId, buffer: Buffer) -> int:
-        """Fill `buffer` with the first bytes of the block's frame; how many.
+        """Fill `buffer` with the first bytes of the block's frame; returns how many.
 
         Errors as in `read`.
         """
@@ -150,12 +148,12 @@ class DiskTier:
         return True
 
     def _used(self, folder: DiskFolder, ids: Sequence[BlockId], now: float) -> None:
-        """Note it down before anything else makes room."""
+        """Note the use before another write evicts the block."""
         self._touches.add(ids, now)
         self._touches.flush(folder)
 
     def touch(self, ids: Sequence[BlockId]) -> None:
-        """See Tier. Written down within a second; a crash before that loses it."""
+        """See Tier. Written within a second; a crash before that loses it."""
         self._upkeep.start()
         self._touches.add(ids, self._access.now())
 
@@ -168,7 +166,7 @@ class DiskTier:
         self._prefetcher.add(self._reader.found(ids))
 
     def delete(self, ids: Sequence[BlockId], reason: str) -> int:
-        """See Tier. What is "forgotten" is also overwritten."""
+        """See Tier. "Forgotten" blocks are also overwritten."""
         query = "SELECT slot, slot_bytes, frame_bytes, tenant FROM blocks WHERE key = ? AND grp = ?"
         count = 0
         with self._access.changes() as folder:
@@ -232,7 +230,7 @@ class DiskTier:
         return [BlockKey(root) for (root,) in self._ask("SELECT DISTINCT root FROM blocks WHERE content = ?", content)]
 
     def note_namespace(self, root: BlockKey, fields: Mapping[str, str]) -> None:
-        """Remember what a root stands for; the last MOST_NAMESPACES are kept.
+        """Remember the fields of a root; the last MOST_NAMESPACES are kept.
 
         Raises TierUnavailable.
         """
@@ -247,13 +245,13 @@ class DiskTier:
             )
 
     def namespaces(self) -> dict[BlockKey, dict[str, str]]:
-        """What was noted. Raises TierUnavailable."""
+        """All notes. Raises TierUnavailable."""
         return {BlockKey(root): json.loads(text) for root, text in self._ask("SELECT root, fields FROM namespaces")}
 
     def tenants(self) -> dict[bytes, TenantUse]:
-        """What each tenant takes, by its tag; evictions: by this process.
+        """Space used by each tenant, by its tag.
 
-        Raises TierUnavailable.
+        Evictions are those of this process. Raises TierUnavailable.
         """
         rows = self._ask("SELECT tag, bytes, blocks FROM tenants")
         evicted = self._evicted.tenants
@@ -261,16 +259,16 @@ class DiskTier:
         return use | {tag: TenantUse(size, blocks, evicted[tag]) for tag, size, blocks in rows}
 
     def leftovers(self, *, free: bool) -> int:
-        """Bytes that ended processes had claimed and left.
+        """Bytes claimed by ended processes that hold no block.
 
-        free: give them back now.
+        free: release them now.
 
         Raises TierUnavailable.
         """
         return leftovers(self._access, self._evicted, free=free)
 
     def stats(self) -> TierStats:
-        """See Tier. What other processes wrote is seen within a second."""
+        """See Tier. Writes of other processes show within a second."""
         with self._lock:
             counted(self._access, self._stats, self._evicted)
             return replace(

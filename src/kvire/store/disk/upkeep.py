@@ -1,5 +1,5 @@
-"""What a disk tier does beside its calls, on a thread of its own: small transactions, so that
-nobody waits long.
+"""Background work of a disk tier, on a thread of its own, in small transactions to keep waits
+short.
 """
 # ruff: noqa: S608 - nothing but numbers and names of ours is put into a statement's text
 
@@ -30,9 +30,8 @@ MOST_TOUCHED = 1 << 17
 
 
 class Touches:
-    """Blocks that were used, and when last, until somebody writes it down.
-
-    Thread-safe; full, it takes no more.
+    """Used blocks and their times of use, until they are written. Thread-safe; ignores more when
+    full.
     """
 
     def __init__(self) -> None:
@@ -46,7 +45,7 @@ class Touches:
                 self._used.update(dict.fromkeys(ids, now))
 
     def flush(self, folder: DiskFolder) -> None:
-        """Write them down, parents first: at no moment is a parent older than its child."""
+        """Write the times, parents first: at no moment is a parent older than its child."""
         with self._lock:
             used, self._used = self._used, {}
         rows = [(stamp, stamp, *block_id) for block_id, stamp in used.items()]
@@ -68,7 +67,9 @@ class Touches:
 
 
 class Upkeep:
-    """The thread. Errors end one round and are the tier's outage; the next round tries again."""
+    """The thread. An error ends one round and counts as the tier's outage; the next round tries
+    again.
+    """
 
     def __init__(self, access: DiskAccess, touches: Touches, writer: DiskWriter, evicted: Evicted) -> None:
         self._access = access
@@ -83,7 +84,7 @@ class Upkeep:
         self._next_sync = self._next_expiry = 0.0
 
     def start(self) -> None:
-        """Begin, unless it did."""
+        """Start the thread, if it is not running."""
         if self._thread is not None:
             return
         with self._lock:
@@ -92,7 +93,7 @@ class Upkeep:
                 self._thread.start()
 
     def close(self) -> None:
-        """End after the round under way, writing down what was touched. Idempotent."""
+        """End after the current round, writing pending touches. Idempotent."""
         self._ending.set()
         with self._lock:
             thread, self._thread = self._thread, None
@@ -103,7 +104,7 @@ class Upkeep:
                     self._touches.flush(folder)
 
     def round(self) -> bool:
-        """Do what there is to do; True if there is more. Raises TierUnavailable."""
+        """Do the pending work; True if there is more. Raises TierUnavailable."""
         with self._rounds, self._access.changes() as folder:
             if folder is None:
                 return False
@@ -141,7 +142,7 @@ class Upkeep:
             self._ending.wait(0.001 if more else EVERY_S)
 
     def _sweep(self, folder: DiskFolder) -> bool:
-        """Take blocks whose segments are gone out of the index."""
+        """Remove blocks of dropped segments from the index."""
         gone = folder.index.query("SELECT id, slot_bytes FROM segments WHERE state = ? LIMIT 1", GONE)
         for segment, slot_bytes in gone:
             if folder.segments.exists(segment, slot_bytes):
@@ -151,7 +152,7 @@ class Upkeep:
         return bool(gone)
 
     def _scan(self, folder: DiskFolder) -> bool:
-        """Take in blocks that lie in a segment which the index did not know."""
+        """Take in the blocks of a segment that the index did not know."""
         rows = folder.index.query(
             "SELECT id, slot_bytes, slots, scanned, used FROM segments WHERE state = ? ORDER BY id LIMIT 1", SCANNING
         )
@@ -179,9 +180,7 @@ class Upkeep:
         return bool(rows)
 
     def _shrink(self, folder: DiskFolder) -> bool:
-        """Give segments back while the folder takes more than it may, since the limit was
-        lowered.
-        """
+        """Remove segments while the folder exceeds a lowered limit."""
         if spare_bytes(folder.index.query) >= 0:
             return False
         must_be_as_long_as_files(folder)
@@ -203,7 +202,7 @@ class Upkeep:
             )
 
     def _reclaim(self, folder: DiskFolder) -> bool:
-        """Free what processes that ended had claimed."""
+        """Free claims of ended processes."""
         owners = folder.index.query("SELECT owner FROM claims UNION SELECT owner FROM segments WHERE state = ?", MAKING)
         dead = [owner for (owner,) in owners if not folder.alive(owner)]
         for owner in dead:
@@ -212,7 +211,7 @@ class Upkeep:
         return bool(dead)
 
     def _back_from_the_future(self, folder: DiskFolder) -> None:
-        """Blocks that were written while a clock was ahead would otherwise outlive all others."""
+        """Reset times ahead of the clock: such blocks would otherwise outlive all others."""
         now, future = self._access.now(), self._access.latest() + FROM_THE_FUTURE_S
         late = (
             "SELECT b.slot FROM (SELECT DISTINCT slot_bytes FROM segments) s, tenants t, blocks b "
@@ -228,9 +227,7 @@ class Upkeep:
 
     @staticmethod
     def _sync(folder: DiskFolder) -> None:
-        """Data first, then the index that names it, so that a loss of power leaves few names
-        without their data.
-        """
+        """Sync data first, then the index, so that a power loss leaves few entries without data."""
         unsynced = folder.index.query("SELECT id, slot_bytes, used FROM segments WHERE unsynced AND state = ?", READY)
         for segment, slot_bytes, _ in unsynced:
             with suppress(FileNotFoundError):
@@ -245,8 +242,9 @@ class Upkeep:
 
 
 def look_over(folder: DiskFolder) -> None:
-    """Read what no call reads that may mend: rows that are only counted, or only looked for. Raises
-    IndexDamagedError.
+    """Check rows that no call reads: those only counted or only searched.
+
+    Raises IndexDamagedError.
     """
     spare_bytes(folder.index.query)
     folder.index.query("SELECT id, slot_bytes, slots, state, owner, fresh, scanned, used FROM segments")
@@ -255,7 +253,8 @@ def look_over(folder: DiskFolder) -> None:
 
 
 def must_be_as_long_as_files(folder: DiskFolder) -> None:
-    """Before blocks are given up for want of room: are the segments as large as the index says?
+    """Check that segments are as large as the index says, before blocks are evicted for room.
+
     Raises IndexDamagedError.
     """
     rows = folder.index.query("SELECT id, slot_bytes, slots FROM segments WHERE state = ?", READY)
@@ -266,7 +265,7 @@ def must_be_as_long_as_files(folder: DiskFolder) -> None:
 
 
 def take_in(allocator: SlotAllocator, slot: int, slot_bytes: int, head: SlotHeader | None, used: float) -> None:
-    """Enter what lies in a slot into the index: the block that its head names, or nothing."""
+    """Enter a slot's content into the index: the block that its head names, or nothing."""
     if head is not None and head.frame_bytes <= slot_bytes - HEAD_BYTES:
         same = allocator.run("SELECT slot, slot_bytes, created FROM blocks WHERE key = ? AND grp = ?", *head.id)
         if any(old == slot for old, _, _ in same):
@@ -284,7 +283,7 @@ def take_in(allocator: SlotAllocator, slot: int, slot_bytes: int, head: SlotHead
 
 
 def reclaim(allocator: SlotAllocator, owner: int) -> None:
-    """Free what the process of that number had claimed, and the segments that it did not finish."""
+    """Free the claims of the process of that number, and the segments that it did not finish."""
     for slot, slot_bytes in allocator.run("SELECT slot, slot_bytes FROM claims WHERE owner = ?", owner):
         allocator.free(slot, slot_bytes, owner)
     rows = allocator.run("SELECT id, slot_bytes, slots FROM segments WHERE owner = ? AND state = ?", owner, MAKING)
@@ -296,10 +295,11 @@ def reclaim(allocator: SlotAllocator, owner: int) -> None:
 
 
 def remove_rows(folder: DiskFolder, allocator: SlotAllocator, sql: str, values: tuple[object, ...], reason: str) -> int:
-    """Remove the blocks that a query names (slot, slot_bytes, frame_bytes, tenant); how many.
+    """Remove the blocks that a query names (slot, slot_bytes, frame_bytes, tenant); returns how
+    many.
 
     Their heads are wiped before the index forgets them, so that none comes back if the index is
-    lost; what was to be forgotten is overwritten.
+    lost; forgotten blocks are overwritten.
     """
     rows = allocator.run(sql, *values)
     for slot, slot_bytes, frame_bytes, tenant in rows:
@@ -313,7 +313,7 @@ def remove_rows(folder: DiskFolder, allocator: SlotAllocator, sql: str, values: 
 
 
 def overwrite_free(folder: DiskFolder, at_once: int) -> None:
-    """Overwrite what free slots held: earlier frames of blocks that were written again."""
+    """Overwrite free slots: they hold earlier frames of blocks that were written again."""
     after: int | None = -1
     while after is not None:
         with folder.allocator(Evicted()) as allocator:
@@ -327,10 +327,10 @@ def overwrite_free(folder: DiskFolder, at_once: int) -> None:
 
 
 def vanished(folder: DiskFolder, allocator: SlotAllocator, block_id: BlockId, place: Location) -> None:
-    """A block does not lie where the index says: drop its segment if the file is gone, else believe
-    the slot.
+    """Handle a block that is not where the index says.
 
-    Raises IndexDamagedError if the index contradicts itself about the block.
+    Drops its segment if the file is gone, else believes the slot. Raises IndexDamagedError if the
+    index contradicts itself about the block.
     """
     rows = allocator.run(
         "SELECT slot_bytes, frame_bytes, tenant FROM blocks WHERE slot = ? AND key = ? AND grp = ?",

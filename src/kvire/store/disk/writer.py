@@ -1,6 +1,6 @@
-"""How a block gets into a disk tier: claim a slot, fill it, enter it.
+"""Writes a block into a disk tier: claim a slot, fill it, enter it.
 
-Each step leaves what others can clean up.
+An interruption after any step leaves a state that other processes can clean up.
 """
 
 import sqlite3
@@ -27,7 +27,7 @@ class DiskWriter:
     """The writing side of one tier. Thread-safe.
 
     writes_per_day_bytes: of all processes together; None: no limit.
-    used: notes down that blocks were used at a time.
+    used: notes that blocks were used at a time.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class DiskWriter:
         self._owed: list[tuple[DiskFolder, int | Segment, int]] = []
 
     def settle(self, folder: DiskFolder) -> None:
-        """Give back what could not be given back when a write failed."""
+        """Retry releases that failed together with an earlier write."""
         owed, self._owed = self._owed, []
         for debt in owed:
             if debt[0] is folder:
                 self._give_back(*debt)
 
     def write(self, folder: DiskFolder, slot_bytes: int, head: SlotHeader, frame: memoryview) -> str | None:
-        """Keep the frame; None, or why it is not kept. Raises OSError, sqlite3.Error."""
+        """Keep the frame; returns None, or why it is not kept. Raises OSError, sqlite3.Error."""
         self._use_above(folder, head, NOTED_EVERY_S)
         slot = self._claim(folder, slot_bytes, head)
         if isinstance(slot, str):
@@ -102,14 +102,17 @@ class DiskWriter:
                 self._grow_from = self._elapsed() + GROW_AGAIN_AFTER_S
 
     def _use_above(self, folder: DiskFolder, head: SlotHeader, every_s: float) -> None:
-        """Blocks that come before must not make room for what continues them."""
+        """Refresh the blocks before this one, so that they are not evicted for their own
+        continuation.
+        """
         above = folder.index.unused_above(head.parent, head.created - every_s, head.created)
         if above:
             self._used(folder, above, head.created)
 
     def _make(self, folder: DiskFolder, segment: Segment) -> bool:
-        """Make the file of a segment that the index already counts; False if the file system has no
-        room for it.
+        """Make the file of a segment that the index already counts.
+
+        False if the file system is full.
         """
         try:
             folder.segments.make(segment.id, segment.slot_bytes, segment.slots)
