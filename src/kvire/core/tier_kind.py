@@ -1,4 +1,4 @@
-"""The kinds of tiers, by which reports count tokens and tiers are ordered until they are measured.
+"""The kinds of tiers: reports count tokens by kind, and unmeasured tiers are ordered by kind.
 
 A tier of another kind brings its own TierKind: nothing here, nor in any report, has to know it.
 """
@@ -10,11 +10,11 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class TierKind:
-    """Where a tier's bytes lie.
+    """Where a tier's bytes are stored.
 
     name: in reports, as `{name}_tokens`, and in metrics.
-    latency_s, bytes_per_s: a guess at its speed, as long as nothing has been read.
-    is_in_process: whether it ends with this process, and looking there waits for nothing.
+    latency_s, bytes_per_s: a guess at its speed, until something has been read.
+    is_in_process: whether it ends with this process, and its lookups never wait.
     """
 
     name: str
@@ -38,7 +38,7 @@ KINDS = (TierKind.MEMORY, TierKind.DISK, TierKind.REMOTE)  # that every report n
 
 
 class LoadedTokens:
-    """Tokens that were loaded from tiers, with those of the usual kinds by name.
+    """Tokens loaded from tiers, with those of the usual kinds by name.
 
     loaded_tokens: by the kind's name.
     """
@@ -64,5 +64,5 @@ class LoadedTokens:
 
 
 def every_kind(loaded_tokens: Mapping[str, int]) -> dict[str, int]:
-    """The usual kinds first, whether or not anything came from them, then the others that something came from."""
+    """The usual kinds first, even with no tokens, then the other kinds with tokens."""
     return {kind.name: 0 for kind in KINDS} | dict(loaded_tokens)

@@ -1,6 +1,5 @@
-"""Which blocks make room.
+"""Which blocks to evict. No bytes and no tiers here: the memory tier and `kvire replay` run the
+same code.
 
-No bytes and no tiers here: the memory tier and `kvire replay` run the same code.
-
-Read first: policy.py (which block is worth least), then order.py (what goes, given that).
+Read first: policy.py (the value of a block), then order.py (the order of eviction, given that).
 """

@@ -1,6 +1,4 @@
-"""Which blocks make room: those of the least rank, children before parents, from the tenant that
-takes most.
-"""
+"""Order of eviction: least rank first, children before parents, from the largest tenant."""
 
 import heapq
 from collections import OrderedDict
@@ -17,9 +15,9 @@ MOST_CUT_OFF = 1024  # blocks without room that are remembered
 
 
 class CutOff:
-    """Keys of blocks that lately found no room because their own prompt fills the tier.
+    """Keys of blocks that recently found no room because their own prompt fills the tier.
 
-    What follows one of them, in any group, is cut off as well: the end of a prompt is of no use
+    Blocks after one of them, in any group, are cut off as well: the end of a prompt is of no use
     without its beginning.
     """
 
@@ -43,13 +41,13 @@ class CutOff:
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """One stored block, as far as eviction is concerned.
+    """One stored block, as seen by eviction.
 
-    index, start_tokens: which block of its prompt, and the tokens before it.
-    taken_bytes: what its going frees.
-    readers: reads under way; it does not go meanwhile.
-    uses, order: how often it was used since it came; its rank and the time of its last use, which
-        decide who goes.
+    index, start_tokens: its place in its prompt, and the tokens before it.
+    taken_bytes: bytes freed by its eviction.
+    readers: reads in progress; it is not evicted meanwhile.
+    uses, order: number of uses since it was stored; its rank and the time of its last use, which
+        decide the order.
     indexed, queued: whether it is in the order, and in the heap of its tenant.
     """
 
@@ -69,7 +67,7 @@ class Candidate:
 
 @dataclass(slots=True)
 class TenantBlocks:
-    """What one tenant takes, and how many of its blocks had to make room.
+    """Space used by one tenant, and how many of its blocks were evicted.
 
     heap: order, -index, tie, block.
     """
@@ -84,10 +82,10 @@ C = TypeVar("C", bound=Candidate)
 
 
 class EvictionOrder(Generic[C]):
-    """Blocks by tenant in the order in which they would go. Not thread-safe.
+    """Blocks by tenant in order of eviction. Not thread-safe.
 
     A parent was used whenever a child was, of any group: its order is raised when it comes up
-    before one. A single tenant gets all there is; several get equal shares when they compete.
+    before one. A single tenant gets all the space; several get equal shares when they compete.
     """
 
     def __init__(self, policy: EvictionPolicy | None = None) -> None:
@@ -108,7 +106,7 @@ class EvictionOrder(Generic[C]):
         return sum(use.blocks > 0 for use in self.tenants.values()) > 1
 
     def add(self, slot: C) -> None:
-        """A block came, used now."""
+        """A block was stored, and used now."""
         use = self.tenants.setdefault(slot.tenant_tag, TenantBlocks())
         use.used_bytes += slot.taken_bytes
         use.blocks += 1
@@ -127,7 +125,7 @@ class EvictionOrder(Generic[C]):
             slot.order = (max(slot.order[0], self._rank(slot)), stamp)
 
     def remove(self, slot: C) -> None:
-        """A block went."""
+        """A block was removed."""
         del self.index[slot.id]
         slot.indexed = False
         siblings = self.children[slot.parent]
@@ -142,7 +140,7 @@ class EvictionOrder(Generic[C]):
             heapq.heapify(use.heap)
 
     def queue(self, slot: C) -> None:
-        """Let it be evicted some time, if it is not pinned."""
+        """Make a block a candidate for eviction, unless it is pinned."""
         if slot.indexed and not slot.queued and not slot.pinned:
             slot.queued = True
             self._ties += 1
@@ -150,15 +148,16 @@ class EvictionOrder(Generic[C]):
             heapq.heappush(self.tenants[slot.tenant_tag].heap, item)
 
     def victims(self, missing_bytes: int, tenant_tag: bytes, written: BlockKey, parent: BlockKey) -> list[C]:
-        """Blocks that together free so much, in the order in which they go; none at all if that is
-        not possible.
+        """Blocks to evict, in order, that together free enough bytes; none at all if that is not
+        possible.
 
         written, parent: the block that needs the room, and the one before it, which is in use now
-            with all before it. If nothing else could go, one prompt fills the tier: nothing goes,
-            neither for the block nor for what follows it in that prompt (CutOff). They come from
-            the tenants that take at least as much as the one that writes, most first: nobody below
-            the equal share loses anything to somebody above it. The caller removes them, or queues
-            them again.
+            together with all blocks before it.
+
+        If there are no other victims, one prompt fills the tier: nothing is evicted, neither for
+        the block nor for later ones in that prompt (CutOff). Victims come from the tenants that use
+        at least as much as the writer, largest first: no tenant below the equal share loses
+        anything to one above it. The caller removes the victims, or queues them again.
         """
         victims: list[C] = []
         if parent in self.cut_off:
@@ -187,7 +186,7 @@ class EvictionOrder(Generic[C]):
         return victims
 
     def _first(self, use: TenantBlocks) -> C | None:
-        """Take the block that goes first out of the heap. None: all are pinned or being read."""
+        """Pop the next block from the heap. None: all are pinned or being read."""
         aside: dict[C, None] = {}
         found = None
         while use.heap and found is None:
@@ -208,9 +207,9 @@ class EvictionOrder(Generic[C]):
         return found
 
     def _hold(self, key: BlockKey) -> list[C]:
-        """The block is in use now, in all its groups, and with it all before it: `_raise`.
+        """Mark the block as in use, in all its groups, together with all before it: `_raise`.
 
-        Nothing of them goes until the caller takes their reader back.
+        None of them is evicted until the caller takes their reader back.
         """
         held = []
         stamp = self._next_stamp()
@@ -222,8 +221,10 @@ class EvictionOrder(Generic[C]):
         return held
 
     def _raise(self, slot: C) -> None:
-        """The block was used when the newest of those below it was, and all between them: one pass
-        for a whole prompt, not one for each of its blocks.
+        """Set the block's last use to that of its newest descendant, and of all blocks between
+        them.
+
+        One pass for a whole prompt, not one for each of its blocks.
         """
         path, newest = [slot], slot
         while True:

@@ -1,4 +1,4 @@
-"""The protocol of an eviction policy, and the policies there are: one per file of the folder
+"""The protocol of an eviction policy, and the known policies: one per file of the folder
 policies.
 """
 
@@ -11,12 +11,11 @@ FOLDER = "kvire.store.eviction.policies"
 
 
 class EvictionPolicy(Protocol):
-    """Ranks blocks.
+    """Ranks blocks for eviction.
 
-    The least rank goes first; of equal ranks the block unused longest, then the later one of a
+    The least rank is evicted first; of equal ranks the least recently used block, then the later
+    one of a prompt. Whatever the ranks, a block is never evicted before one that follows it in a
     prompt.
-
-    Whatever the ranks, a block never goes before one that follows it in a prompt.
 
     name: for `kvire replay --policy`.
     about: a line for help texts.
@@ -26,11 +25,11 @@ class EvictionPolicy(Protocol):
     about: ClassVar[str]
 
     def rank(self, uses: int, start_tokens: int, last: float) -> float:
-        """Of a block that is used now. Never falls as a block is used again.
+        """Rank of a block that is used now. Never falls as a block is used again.
 
-        uses: how often the block was used since it came.
+        uses: number of uses since it was stored.
         start_tokens: tokens before it in its prompt.
-        last: the highest rank that ever had to go, 0 at first.
+        last: the highest rank evicted so far, 0 at first.
         """
 
 

@@ -1,8 +1,8 @@
-"""One reservation of memory, handed out in extents: a hard limit that no mix of sizes can fragment.
+"""One reservation of memory, handed out in extents: a hard limit without fragmentation.
 
-What is asked for comes in one piece where there is one, else in several, so it is there whenever
-enough bytes are free. The kernel gives pages as they are first written, huge ones where it can. Not
-thread-safe; copies may run beside each other as long as nobody gives back what is being copied.
+A request is served in one piece if possible, else in several, so it succeeds whenever enough bytes
+are free. The kernel allocates pages on first write, huge ones where it can. Not thread-safe; copies
+may run beside each other as long as the memory being copied is not released.
 """
 
 import contextlib
@@ -44,12 +44,13 @@ class Arena:
 
     @staticmethod
     def rounded(size_bytes: int) -> int:
-        """What `take(size_bytes)` takes."""
+        """Bytes that `take(size_bytes)` takes."""
         return -(-size_bytes // UNIT_BYTES) * UNIT_BYTES
 
     def take(self, size_bytes: int) -> list[Extent] | None:
-        """Extents of together at least `size_bytes` > 0, or None and no change if so much is not
-        free.
+        """Extents of together at least `size_bytes` > 0.
+
+        None and no change if fewer bytes are free.
         """
         missing = self.rounded(size_bytes)
         if missing > self.free_bytes:
@@ -70,7 +71,7 @@ class Arena:
         return extents
 
     def give_back(self, extents: Sequence[Extent]) -> None:
-        """These may be handed out again."""
+        """Release the extents for reuse."""
         for start, length in extents:
             self.free_bytes += length
             place = bisect_left(self._free, (start, 0))
@@ -90,15 +91,14 @@ class Arena:
             offset += count
 
     def view(self, extents: Sequence[Extent], size_bytes: int) -> memoryview | None:
-        """The first `size_bytes` of the extents where they lie; None if that is in several
-        pieces.
-        """
+        """The first `size_bytes` of the extents, in place; None if they are in several pieces."""
         start, length = extents[0]
         return self._view[start : start + size_bytes] if size_bytes <= length else None
 
     def read(self, extents: Sequence[Extent], size_bytes: int, targets: Sequence[memoryview]) -> None:
-        """Copy the first `size_bytes` of the extents into the targets, which have room for them, in
-        order.
+        """Copy the first `size_bytes` of the extents into the targets, in order.
+
+        The targets have room for them.
         """
         rest = iter(extents)
         position, left = 0, 0

@@ -1,8 +1,7 @@
-"""The memory tier: frames in one arena of this process, with a hard limit. eviction/ says which
-blocks make room.
+"""The memory tier: frames in one arena of this process, with a hard limit.
 
-A block that is being read keeps its bytes until the read ends, whatever becomes of it meanwhile.
-Beside the arena each block costs about 1 KiB of index.
+eviction/ chooses the blocks to evict. A block being read keeps its bytes until the read ends, even
+if it is removed meanwhile. Beside the arena each block costs about 1 KiB of index.
 """
 
 import threading
@@ -29,10 +28,10 @@ Fill = Callable[[Sequence[Buffer]], int]  # as Tier.read: fills the buffers with
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StoredFrame(Candidate):
-    """One stored block and where its frame lies.
+    """One stored block and the location of its frame.
 
-    extents: of the arena; empty once given back.
-    created: seconds since the epoch, to be shown.
+    extents: of the arena; empty once released.
+    created: seconds since the epoch, for display.
     used_s: time of the last use on the monotonic clock, from which ttl_s counts.
     """
 
@@ -48,15 +47,13 @@ class StoredFrame(Candidate):
         return (expires_s := self.expires_s()) is None or now < expires_s
 
     def expires_s(self) -> float | None:
-        """When it does, on the monotonic clock."""
+        """Time of expiry, on the monotonic clock."""
         return None if self.ttl_s is None or self.pinned else self.used_s + self.ttl_s
 
 
 @runtime_checkable
 class Evicting(Protocol):
-    """A tier that says what it evicts to make room, while the frame can still be read through
-    `Fill`.
-    """
+    """A tier that reports evicted blocks while the frame can still be read through `Fill`."""
 
     on_evict: Callable[[BlockRecord, Fill], None] | None
 
@@ -66,9 +63,8 @@ class MemoryTier:
 
     capacity_bytes: hard limit of all frames together.
     clock: seconds that never jump.
-    policy: which block is worth least, LRU by default.
-    on_evict: called, outside all locks, for each block that has to make room, and before its bytes
-        are reused.
+    policy: order of eviction, LRU by default.
+    on_evict: called, outside all locks, for each evicted block before its bytes are reused.
 
     Raises StoreError if the system refuses so much memory.
     """
@@ -192,7 +188,7 @@ class MemoryTier:
             )  # fmt: skip
 
     def tenants(self) -> dict[bytes, TenantBlocks]:
-        """What each tenant takes, by its tag."""
+        """Space used by each tenant, by its tag."""
         with self._lock:
             return {tag: replace(use, heap=[]) for tag, use in self._order.tenants.items()}
 
@@ -209,7 +205,7 @@ class MemoryTier:
             return list(dict.fromkeys(slot.record.root for slot in slots if slot is not None))
 
     def peek(self, block_id: BlockId, buffer: Buffer) -> int:
-        """Fill `buffer` with the first bytes of the block's frame; how many.
+        """Fill `buffer` with the first bytes of the block's frame; returns how many.
 
         Raises BlockMissing.
         """
@@ -223,13 +219,13 @@ class MemoryTier:
             self._release(slots)
 
     def close(self) -> None:
-        """See Tier. What is being read stays readable until the read ends."""
+        """See Tier. Frames being read stay readable until the read ends."""
         with self._lock:
             self._closed = True
             self._remove(list(self._order.index.values()), "closed")
 
     def _make_room(self, size_bytes: int, tenant_tag: bytes, record: BlockRecord) -> list[Extent] | None:
-        """Extents of `size_bytes`, or None (counted) if so much cannot be evicted."""
+        """Extents of `size_bytes`, or None (counted) if not enough can be evicted."""
         while True:
             with self._lock:
                 if self._closed:
@@ -259,7 +255,7 @@ class MemoryTier:
                     self._release([slot])
 
     def _sweep(self) -> None:
-        """Remove what has expired, at most once in SWEEP_S."""
+        """Remove expired blocks, at most once in SWEEP_S."""
         if (now := self._clock()) >= self._sweep_at:
             self._sweep_at = now + SWEEP_S
             self._remove([slot for slot in self._order.index.values() if not slot.is_alive(now)], "expired")
@@ -286,7 +282,7 @@ class MemoryTier:
             self._give_back(slot)
 
     def _hold(self, ids: Sequence[BlockId]) -> list[StoredFrame | None]:
-        """Blocks whose bytes are kept until `_release`; None for those that are not here."""
+        """Blocks whose bytes are kept until `_release`; None for missing ones."""
         with self._lock:
             slots = self._find(ids)
             for slot in slots:

@@ -1,6 +1,6 @@
-"""One planner of reuse, for every engine: names, looks, worth, loads, saves, and why not.
+"""One planner of reuse, for every engine: names, lookups, choices, loads, saves, and reasons of
+misses.
 
-No torch, no device.
-
-Engines bring blocks and a measured prefill speed, nothing else. Read planner.py first.
+Engines bring blocks and a measured prefill speed, nothing else. No torch, no device. Read
+planner.py first.
 """

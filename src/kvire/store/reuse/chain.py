@@ -1,6 +1,4 @@
-"""Under which names an engine keeps blocks: whose they are, where a key chain begins, and each
-block's record.
-"""
+"""Names of an engine's blocks: their owner, the root of each key chain, and each block's record."""
 
 import logging
 from collections import OrderedDict
@@ -33,10 +31,10 @@ V = TypeVar("V")
 
 
 class Identity(NamedTuple):
-    """Whose blocks they are.
+    """Owner of blocks.
 
     tenant: its name.
-    salt: what joins the namespace and the content ids.
+    salt: part of the namespace and of the content ids.
     root: parent of every first block.
     kept: False if the tenant has no key now: its blocks can be shared on the device, but not
         stored.
@@ -49,12 +47,12 @@ class Identity(NamedTuple):
 
 
 class Names:
-    """Where the key chains of one engine begin: namespace, tenant, cache_salt, and an epoch after
-    each reset.
+    """Roots of one engine's key chains: namespace, tenant, cache_salt, and an epoch after each
+    reset.
 
     namespace: without a salt.
-    tenant_salt: of a tenant by name; raises StoreError or OSError.
-    note: is told what the namespace of a root says, once for each.
+    tenant_salt: salt of a tenant by name; raises StoreError or OSError.
+    note: called with each new root and the public fields of its namespace, once.
     """
 
     def __init__(
@@ -72,9 +70,9 @@ class Names:
         self._noted: set[BlockKey] = set()  # roots with a cache_salt
 
     def of(self, tenant: str = "", cache_salt: str = "") -> Identity:
-        """Of a tenant's requests with this cache_salt.
+        """Identity of a tenant's requests with this cache_salt.
 
-        The same, until the tenant is forgotten or all is reset.
+        The same until the tenant is forgotten or everything is reset.
         """
         own, kept = self._own_salt(tenant)
         salt = divided(own, cache_salt=cache_salt, epoch=self._epoch)
@@ -86,13 +84,11 @@ class Names:
         return known
 
     def reset(self) -> None:
-        """From now on nothing that was stored before is found: the model may have other weights."""
+        """Earlier blocks are no longer found: the model may have other weights."""
         self._epoch = token_hex(16)
 
     def _own_salt(self, tenant: str) -> tuple[str, bool]:
-        """The tenant's salt, and whether it has a key; without one, it can be served all the
-        same.
-        """
+        """The tenant's salt, and whether it has a key; without one, it is served all the same."""
         try:
             salt, kept = self._tenant_salt(tenant), True
         except (StoreError, OSError) as error:
@@ -102,8 +98,9 @@ class Names:
         return salt, kept
 
     def _tell(self, identity: Identity, cache_salt: str) -> None:
-        """Note what a new root stands for; of cache_salts, which clients make up, only the first
-        few.
+        """Note the namespace of a new root.
+
+        Clients make up cache_salts, so only the first few are noted.
         """
         if cache_salt:
             if identity.root in self._noted or len(self._noted) >= MOST_NOTED_SALTS:
@@ -118,21 +115,21 @@ class Blocks(Protocol):
 
     @property
     def identity(self) -> Identity:
-        """Whose they are."""
+        """Their owner."""
 
     @property
     def keys(self) -> Sequence[BlockKey]:
-        """Of the blocks that have a name by now."""
+        """Keys of the blocks named so far."""
 
     def record(self, index: int, part: int, kv_bytes: int) -> BlockRecord:
-        """As the store knows one part of block `index`."""
+        """The store's record of one part of block `index`."""
 
 
 class Chain:
     """The full blocks of a sequence, each named by all tokens up to its end.
 
-    token_ids: may grow at its end; read only. keys: of the blocks that were named so far: see
-        `extend`.
+    token_ids: may grow at its end; read only.
+    keys: of the blocks named so far: see `extend`.
     """
 
     def __init__(self, identity: Identity, token_ids: Sequence[int], block_size: int) -> None:
@@ -149,7 +146,7 @@ class Chain:
         return self.identity.root
 
     def extend(self) -> list[BlockKey]:
-        """Name the blocks that became full since the last call; the keys of all."""
+        """Name the blocks that became full since the last call; returns the keys of all."""
         if len(self.token_ids) // self.block_size > len(self.keys):
             self.keys = block_keys(self.root, self.token_ids, self.block_size, self.keys)
         return self.keys
@@ -169,7 +166,9 @@ class Chain:
         return self._contents[index]
 
     def record(self, index: int, part: int, kv_bytes: int) -> BlockRecord:
-        """As the store knows one part of block `index`: a group's, or a worker's share of one."""
+        """The store's record of one part of block `index`: a group's, or a worker's share of
+        one.
+        """
         return BlockRecord(
             id=BlockId(self.keys[index], part),
             parent=self.parent(index),
@@ -182,7 +181,7 @@ class Chain:
         )
 
     def query(self, index: int, stop_tokens: int) -> MissQuery:
-        """The question why block `index`, of the first `stop_tokens` tokens, is stored nowhere."""
+        """The query why block `index`, of the first `stop_tokens` tokens, is stored nowhere."""
         start, stop = index * self.block_size, min((index + 1) * self.block_size, stop_tokens)
         full = stop_tokens // self.block_size
         later = range(index + 1, min(full, index + 1 + COMPARED_CONTENTS))
@@ -197,8 +196,8 @@ class Chain:
         )
 
     def fork(self, token_ids: Sequence[int]) -> "Chain":
-        """A sequence of its own with these tokens, of which the named blocks' are the same; longer
-        or shorter.
+        """A separate chain of these tokens, longer or shorter, that shares the names of common
+        blocks.
         """
         forked = Chain(self.identity, token_ids, self.block_size)
         full = len(token_ids) // self.block_size
@@ -209,7 +208,7 @@ class Chain:
 
 
 class Pages:
-    """Blocks that another engine names, by hashes over their tokens and all before them.
+    """Blocks that another engine names by hashes over their tokens and all before them.
 
     Each stands alone.
     """

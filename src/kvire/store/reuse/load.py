@@ -1,9 +1,8 @@
-"""A prompt's blocks on their way from the store into an engine's memory, and whether to wait or to
-compute meanwhile.
+"""Loads of a prompt's blocks into an engine's memory, and whether to wait or compute meanwhile.
 
-Computing goes on from the front; loading may come from the back. What is computed is claimed first,
-so that no block is written by both. Where the computed front meets loaded blocks, it jumps over
-them.
+Computing starts from the front; loading may start from the back. Blocks are claimed before they are
+computed, so that no block is written by both. Where the computed front meets loaded blocks, it
+jumps over them.
 """
 
 from collections.abc import Sequence
@@ -22,10 +21,10 @@ _KNOWN_NOTHING = (MissReason.NEVER_STORED, MissReason.SHORTER_THAN_BLOCK)
 
 
 class Miss(NamedTuple):
-    """Why reuse ended where it did.
+    """Why reuse ended.
 
-    token: position of the first one that was not reused for this reason; None if that is not known.
-    detail: which fields of the namespace differ, if that is why.
+    token: position of the first token not reused for this reason; None if that is not known.
+    detail: the fields of the namespace that differ, if that is the reason.
     """
 
     reason: MissReason
@@ -34,18 +33,18 @@ class Miss(NamedTuple):
 
 
 def reason_of(failure: FailureReason, *, was_there: bool) -> MissReason | None:
-    """Why a load did not bring a block; None if, as far as is known, no tier ever had it.
+    """Why a load did not bring a block; None if no tier is known to have had it.
 
-    was_there: a tier had it when the store was looked at.
+    was_there: a lookup found it in a tier.
     """
     return _FAILURES.get(failure, MissReason.EVICTED if was_there else None)
 
 
 def explained(miss: Miss, found: Explanation | None, begin_token: int) -> Miss:
-    """What the engine knows of a miss itself, bettered by what the store says.
+    """The engine's own reason of a miss, refined by the store's explanation.
 
-    found: None if it has not said anything.
-    begin_token: first token of the block it was asked about.
+    found: None if there is no explanation yet.
+    begin_token: first token of the block that was asked about.
     """
     if found is None or miss.token is None:
         return miss
@@ -72,13 +71,14 @@ CHUNK_SHARE = 0.25  # of what is still to be loaded
 
 
 class Load:
-    """The blocks of `found` that `ticket` brings.
+    """A load in progress: the blocks of `found` that `ticket` brings.
 
-    known, stop: see Found. speed: at which they were expected.
+    known, stop: see Found.
+    speed: the expected speed.
     all_or_nothing: a part with a window needs the end of the span, so a piece of it is of no use.
-    told: whether a remote tier began to give what is not certainly there.
-    waited_s: for it, so far.
-    lost: it is all or nothing, and it is nothing.
+    told: whether a remote tier began to give blocks that were not certain.
+    waited_s: time spent waiting for it so far.
+    lost: it is all or nothing, and a block is missing.
     """
 
     def __init__(self, ticket: Ticket, found: Found, *, all_or_nothing: bool) -> None:
@@ -101,9 +101,7 @@ class Load:
         self._given_up: set[int] = set()  # blocks that are computed elsewhere while a read is under way
 
     def frontier(self, index: int) -> int:
-        """How far a front at block `index` can jump: the first block from there on that is not
-        loaded.
-        """
+        """End of the jump from block `index`: the first block from there on that is not loaded."""
         if self.all_or_nothing:  # what no window reaches is not loaded, and not missed
             return self.stop if self._is_ready([at for at in self._at if at >= index]) else index
         while index < self.stop and self._is_ready((index,)):
@@ -115,22 +113,24 @@ class Load:
         self._jumped = True
 
     def is_quiet(self, within_s: float) -> bool:
-        """Whether nothing is read into the blocks any more, or will have been before long."""
+        """Whether no read into the blocks is in progress, nor will be soon."""
         end = monotonic() + within_s
         while self.ticket.active and (left_s := end - monotonic()) > 0:
             self.ticket.wait(left_s, seen=self.ticket.changed)
         return not self.ticket.active
 
     def source(self, index: int) -> TierKind:
-        """Where block `index`, or if no part of it is needed the first one needed, came from: its
-        slowest part.
+        """Tier kind that gave block `index`; of several parts, the slowest.
+
+        If no part of it is needed, that of the next needed block.
         """
         kinds = {self.ticket.source(place) for place in self._at[max(index, self._first)]}
         return max((kind for kind in kinds if kind is not None), key=lambda kind: kind.latency_s)
 
     def claim(self, index: int, stop: int) -> int:
-        """Take blocks from `index` on for computing; the first one, up to `stop`, that cannot be
-        had.
+        """Take blocks from `index` on for computing.
+
+        Returns the first one, up to `stop`, that cannot be taken.
         """
         if not self.told and self.known < self.stop:
             begun, states = (LoadState.READING, LoadState.READY), self.ticket.states()
@@ -141,9 +141,7 @@ class Load:
         return stop
 
     def computed(self, first: int, stop: int) -> tuple[int, MissReason] | None:
-        """The blocks from `first` to `stop` were claimed: which of them is the first that is a
-        miss, and why.
-        """
+        """The first miss among the claimed blocks from `first` to `stop`, and its reason."""
         self._claimed = self._claimed or stop > first
         missed = None
         for index in range(first, min(stop, self.stop)):
@@ -155,7 +153,7 @@ class Load:
         return missed
 
     def give_up(self, index: int) -> None:
-        """Block `index` is computed into other memory, whatever still arrives."""
+        """Block `index` is computed into other memory, even if its read still arrives."""
         self._given_up.add(index)
 
     def is_reading(self, index: int) -> bool:
@@ -163,26 +161,24 @@ class Load:
         return any(self.ticket.state(place) is LoadState.READING for place in self._at.get(index, ()))
 
     def failure(self, index: int) -> FailureReason | None:
-        """Why block `index` could not be loaded; None if it can, or was not tried."""
+        """Why block `index` could not be loaded; None if it can be, or was not tried."""
         failures = [self.ticket.failure(place) for place in self._at.get(index, ())]
         return next((failure.reason for failure in failures if failure is not None), None)
 
     def why(self, index: int) -> MissReason | None:
-        """Why block `index` is computed; None if, as far as is known, no tier has it."""
+        """Why block `index` is computed; None if no tier is known to have it."""
         failure = self.failure(index)
         if failure is not None:
             return reason_of(failure, was_there=index < self.known)
         return MissReason.SLOWER if index < self.known or self.told else None
 
     def why_lost(self) -> MissReason | None:
-        """Of a load that is all or nothing: why it is given up; None if, as far as is known, no
-        tier has it.
-        """
+        """Why an all-or-nothing load is given up; None if no tier is known to have the block."""
         failed = self._first_failed()
         return MissReason.SLOWER if failed is None else self.why(failed)
 
     def end(self) -> tuple[int, MissReason] | None:
-        """Begin no further read. The first block that is a miss only now, and why."""
+        """Begin no further read. Returns the first block that only now is a miss, and why."""
         self.ticket.cancel()
         self.note_waiting(waits=False)
         if self._jumped and self._unsure is not None:  # a remote tier had the prompt, but was too slow to say so
@@ -195,15 +191,16 @@ class Load:
         return self._jumped and self._claimed
 
     def note_waiting(self, *, waits: bool) -> None:
-        """The sequence computes nothing now, or does again: adds up `waited_s`."""
+        """The sequence starts or stops waiting: adds up `waited_s`."""
         now = monotonic()
         if self._waits_since is not None:
             self.waited_s += now - self._waits_since
         self._waits_since = now if waits else None
 
     def chunk_tokens(self, front_tokens: int, block_size: int, prefill: PrefillSpeed, most_tokens: int) -> int:
-        """How many tokens to compute now, from `front_tokens` on: none while it is better to wait,
-        at most `most_tokens`.
+        """How many tokens to compute now, from `front_tokens` on, at most `most_tokens`.
+
+        0 while waiting is better.
         """
         states = self.ticket.states()
         missing = self._missing(states, front_tokens // block_size)
@@ -247,7 +244,7 @@ class Load:
         return next((index for index in sorted(self._at) if self.failure(index) is not None), None)
 
     def _missing(self, states: Sequence[LoadState], index: int) -> list[int]:
-        """Places from block `index` on that may still arrive."""
+        """Places from block `index` on whose blocks may still arrive."""
         waiting = (LoadState.WAITING, LoadState.READING)
         return [
             place
@@ -258,6 +255,6 @@ class Load:
         ]
 
     def _observed(self, states: Sequence[LoadState], elapsed_s: float) -> Speed:
-        """What the tiers gave so far; half a block if nothing has arrived."""
+        """Speed of the tiers so far; assumes half a block if nothing has arrived."""
         arrived = sum(self._bytes[place] for place, state in enumerate(states) if state is LoadState.READY)
         return Speed(0.0, max(arrived, 0.5 * self._bytes[0]) / elapsed_s)

@@ -1,4 +1,4 @@
-"""What tiers hold of a prompt beyond the device's own blocks. Looking changes nothing."""
+"""Stored blocks of a prompt beyond the device's own. A lookup changes nothing."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ Row = Sequence[str | None]  # of one block: by part, the fastest tier known to h
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is stored of each block under one number (BlockId.group): a group's KV, or a worker's
-    share of it.
+    """Stored part of each block under one number (BlockId.group): a group's KV, or a worker's
+    share.
 
     size_bytes: of its KV.
     window: tokens that a position sees in these layers, itself included; None: all before it.
@@ -32,11 +32,11 @@ def parts_of(spec: KVSpec) -> tuple[Part, ...]:
 
 
 class Word(StrEnum):
-    """How far a look can be relied on.
+    """How far a lookup can be relied on.
 
-    SURE: the tiers were asked, all that there are.
+    SURE: all tiers were asked.
     OPEN: from `Found.known` on a remote tier may have more; it was not asked.
-    ASKING: it is being asked. Look again soon.
+    ASKING: a remote tier is being asked. Look again soon.
     """
 
     SURE = "sure"
@@ -46,18 +46,17 @@ class Word(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What can be loaded after the device's first blocks.
+    """Blocks that can be loaded after the device's first blocks.
 
     first: leading blocks that the device has.
-    known: blocks up to here are certainly there.
+    known: blocks up to here are certainly present.
     stop: blocks up to here are to be loaded; beyond `known`, only a remote tier may have them.
     limit: blocks of the prompt that could be of use.
-    word: how far it can be relied on.
-    rows: which tier has what, of the blocks from `start` on.
-    needed: (index, part) of all that is to be loaded, ascending: what no window looks at is left
-        out.
-    speed: at which it comes, all tiers together.
-    size_bytes: of it.
+    word: how far the lookup can be relied on.
+    rows: tiers of each block's parts, of the blocks from `start` on.
+    needed: (index, part) of all parts to be loaded, ascending, without those outside every window.
+    speed: of the load, all tiers together.
+    size_bytes: of the load.
     """
 
     first: int
@@ -73,7 +72,7 @@ class Found:
 
     @classmethod
     def nothing(cls, first: int, limit: int) -> Self:
-        """Where nobody was asked."""
+        """The result without a lookup."""
         return cls(first, first, first, limit, Word.SURE, first, (), (), Speed(0.0, inf), 0)
 
     @property
@@ -99,19 +98,21 @@ class Found:
         return Counter(next(filter(None, row), nearest) for row in rows)
 
     def without(self, index: int) -> "Found":
-        """Leave block `index` to somebody else."""
+        """Leave block `index` out."""
         return replace(self, needed=[place for place in self.needed if place[0] != index])
 
 
 def reach(
     windows: Sequence[int | None], block_size: int, first: int, stop: int, has: Callable[[int, int], bool]
 ) -> int:
-    """The most leading blocks, at most `stop`, after which every part can go on; never less than
-    `first`.
+    """The most leading blocks, at most `stop`, after which every part can go on.
+
+    Never less than `first`.
 
     windows: of each part of a block, in tokens; None looks at everything before it.
-    first: leading blocks that the device has. has(index, part): whether that part of block `index`
-        is at hand; only asked about what is needed.
+    first: leading blocks that the device has.
+    has: has(index, part) says whether that part of block `index` is available; only asked about
+        needed parts.
     """
     stop, before = max(first, stop), None
     while stop != before:  # a shorter extent moves the windows
@@ -123,17 +124,15 @@ def reach(
 
 
 def needed(parts: Sequence[Part], block_size: int, first: int, stop: int) -> list[tuple[int, int]]:
-    """(index, part) of what the state after `stop` blocks is made of, from block `first` on,
-    ascending.
-    """
+    """(index, part) of the state after `stop` blocks, from block `first` on, ascending."""
     begins = [first_needed(part.window, stop * block_size, block_size) for part in parts]
     return [(index, part) for index in range(first, stop) for part, begin in enumerate(begins) if index >= begin]
 
 
 def together(pieces: Sequence[tuple[Speed, int]]) -> Speed:
-    """One speed for bytes that come from several tiers, one after the other.
+    """Combined speed of several tiers, read one after the other.
 
-    pieces: each tier's speed, and how many bytes (above 0) it gives.
+    pieces: each tier's speed, and its bytes (above 0).
     """
     if not pieces:
         return Speed(0.0, inf)

@@ -1,4 +1,4 @@
-"""No store, as an object: an engine asks it the same as a Reuse, and nothing is ever found."""
+"""No store, as an object: it has the methods of Reuse, and never finds anything."""
 
 from collections.abc import Iterable, Mapping
 
@@ -13,7 +13,7 @@ from kvire.store.tiered import StoreStats
 
 
 class NoReuse:
-    """Where there is no store: names without a secret, and nothing is ever found. See Reuse."""
+    """Reuse without a store: names without a secret, and no blocks found. See Reuse."""
 
     keeps = False
 
@@ -42,12 +42,12 @@ class NoReuse:
         """See Reuse."""
 
     def load(self, blocks: Blocks, found: Found, memory: Memory, way: Way) -> Load:
-        """Never called: nothing is found."""
+        """Never called: no block is found."""
         del blocks, found, memory, way
         raise AssertionError("nothing is loaded without a store")
 
     def save(self, blocks: Blocks, indices: Iterable[int], memory: Memory) -> bool:
-        """Kept nowhere."""
+        """Keeps nothing."""
         del blocks, indices, memory
         return False
 
@@ -58,16 +58,16 @@ class NoReuse:
         """See Reuse."""
 
     def why(self, chain: Chain, index: int, prompt_tokens: int) -> MissAnswer | None:
-        """Nobody to ask."""
+        """No store to ask."""
         del chain, index, prompt_tokens
         return None
 
     def stats(self) -> StoreStats:
-        """Of no tier."""
+        """Counters without tiers."""
         return StoreStats({}, 0, 0, 0, 0)
 
     def flush(self, timeout_s: float) -> bool:
-        """Nothing is on its way."""
+        """Nothing is queued."""
         del timeout_s
         return True
 

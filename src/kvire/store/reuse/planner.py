@@ -46,10 +46,11 @@ Memory = Callable[[int, int], Buffer]  # of block `index`, part `part`
 class Reuse:
     """One engine's use of an open store. Belongs to one thread.
 
-    namespace: of what the engine computes, without a salt.
-    parts: of each block, by number; block_size: tokens.
-    prefill: how fast the engine computes prompts. It measures that itself; nothing is known before.
-    keeps: whether blocks are kept, so that there is something to ask for.
+    namespace: of the engine's KV, without a salt.
+    parts: of each block, by number.
+    block_size: tokens.
+    prefill: measured speed of the engine's prefill; unknown before the first measurement.
+    keeps: whether blocks are kept, so that misses can be explained.
     """
 
     keeps = True
@@ -73,18 +74,18 @@ class Reuse:
         return any(window is not None for window in self._windows)
 
     def name(self, tenant: str = "", cache_salt: str = "") -> Identity:
-        """Whose the blocks of such requests are; see Identity.kept for a tenant without keys."""
+        """Identity of such requests' blocks; see Identity.kept for a tenant without keys."""
         return self.names.of(tenant, cache_salt)
 
     # Looking
 
     def look(self, blocks: Blocks, first: int, limit: int | None = None, *, start: int | None = None) -> Found:
-        """What local tiers certainly hold of a prompt after the device's `first` blocks, up to
+        """Blocks of a prompt that local tiers certainly hold after the device's `first` ones, up to
         `limit`.
 
-        limit: of its blocks with a name, how many are of use; None: all.
-        start: look at blocks from there on, and at all that have a name; else at those from `first`
-            to `limit` only.
+        limit: how many of its named blocks are of use; None: all.
+        start: look up blocks from there on, and all named ones; else those from `first` to `limit`
+            only.
         """
         limit = len(blocks.keys) if limit is None else limit
         begin, end = (first, max(first, limit)) if start is None else (start, len(blocks.keys))
@@ -97,18 +98,16 @@ class Reuse:
         return self._found(begin, rows, first, limit, word)
 
     def hope(self, found: Found) -> Found:
-        """Count on a remote tier for all that no local one has; the load itself will ask it.
+        """Expect blocks that no local tier has from a remote one; the load itself will ask it.
 
-        A load that is all or nothing does not stake what is certain on that.
+        A load that is all or nothing does not risk its certain blocks on that.
         """
         if found.word is not Word.OPEN or (self.has_windows and found.known > found.first):
             return found
         return self._with_stop(found, found.limit)
 
     def unknown(self, blocks: Blocks, found: Found) -> list[BlockId]:
-        """What only a remote tier may have, from the first block on of which some part is not
-        here.
-        """
+        """Ids that only a remote tier may have, from the first block with a missing part on."""
         span = range(found.start, found.limit)
         hole = next((index for index in span if not found.whole(index)), found.limit)
         return [
@@ -119,7 +118,7 @@ class Reuse:
         ]
 
     def heard(self, blocks: Blocks, found: Found, names: Mapping[BlockId, str]) -> Found:
-        """As found, with what remote tiers said they have, by the tier's name."""
+        """`found` extended by the answers of remote tiers, by the tier's name."""
         rows: list[Row] = [
             [name or names.get(BlockId(blocks.keys[index], part)) for part, name in enumerate(row)]
             for index, row in enumerate(found.rows, found.start)
@@ -140,12 +139,12 @@ class Reuse:
     # Judging
 
     def worth(self, found: Found, *, can_meet: bool = True) -> Choice:
-        """Whether to load what was found, to compute it, or both at once.
+        """Whether to load the found blocks, to compute them, or both at once.
 
-        Changes nothing: see `decided`.
+        Changes nothing: see `decided`. Until the prefill speed is known, every stored block is
+        loaded.
 
-        can_meet: the engine computes from the front while blocks come from the back. As long as
-            nobody knows how fast it computes, whatever is stored is loaded.
+        can_meet: the engine computes from the front while blocks come from the back.
         """
         if found.is_empty:
             return COMPUTE_NOTHING
@@ -160,7 +159,7 @@ class Reuse:
         return choice
 
     def decided(self, choice: Choice) -> None:
-        """It was done as a choice said: what was found is loaded, or computed although it is
+        """Record that a choice was carried out: found blocks were loaded, or computed although
         stored.
         """
         if choice.is_try:
@@ -169,7 +168,7 @@ class Reuse:
             self._refused += 1
 
     def measured(self, speeds: Mapping[str, Speed]) -> None:
-        """How fast tiers are, by name, where another process of this engine reads them."""
+        """Speeds of tiers, by name, if another process of this engine reads them."""
         self._told.update(speeds)
 
     # Moving
@@ -177,7 +176,7 @@ class Reuse:
     def load(self, blocks: Blocks, found: Found, memory: Memory, way: Way) -> Load:
         """Begin to load.
 
-        memory: where each part goes to; the ticket says when it is the engine's again.
+        memory: target of each part; the ticket says when it is the engine's again.
         """
         wanted = [
             Wanted(blocks.record(index, part, self.parts[part].size_bytes), memory(index, part))
@@ -187,9 +186,7 @@ class Reuse:
         return Load(ticket, found, all_or_nothing=self.has_windows)
 
     def save(self, blocks: Blocks, indices: Iterable[int], memory: Memory) -> bool:
-        """Hand over blocks that were computed, copied before this returns; whether all were
-        taken.
-        """
+        """Hand over computed blocks; copied before this returns. Returns whether all were taken."""
         taken = [
             self.store.save(blocks.record(index, part, each.size_bytes), memory(index, part))
             for index in indices
@@ -210,11 +207,11 @@ class Reuse:
             self.store.end_of_turn(ids)
 
     def discard(self, keys: Iterable[BlockKey]) -> None:
-        """Nobody may meet these blocks: remove them, wherever they have got to."""
+        """Remove blocks that must not be found again, from every tier and queue."""
         self.store.discard(self._ids(keys))
 
     def why(self, chain: Chain, index: int, prompt_tokens: int) -> MissAnswer | None:
-        """Ask why block `index` of a prompt is stored nowhere, and how far the closest stored
+        """Ask why block `index` of a prompt is stored nowhere, and how long the closest stored
         prompt agrees.
         """
         return self.store.explain(chain.query(index, prompt_tokens))
@@ -222,13 +219,11 @@ class Reuse:
     # The store itself
 
     def stats(self) -> StoreStats:
-        """Of the store, as of now."""
+        """Counters of the store at this moment."""
         return self.store.stats()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was saved is in its tiers, or given up; False if that takes
-        longer.
-        """
+        """Wait until every saved block is written or given up; False if that takes longer."""
         return self.store.flush(timeout_s)
 
     def close(self) -> None:
@@ -247,7 +242,7 @@ class Reuse:
         return self._with_stop(bare, known)
 
     def _with_stop(self, found: Found, stop: int) -> Found:
-        """To load up to `stop`: which blocks, from where, and how fast."""
+        """A load up to `stop`: its blocks, tiers and speed."""
         places = needed(self.parts, self.block_size, found.first, stop)
         sizes: dict[str | None, int] = {}
         for index, part in places:
@@ -257,7 +252,7 @@ class Reuse:
         return replace(found, stop=stop, needed=places, speed=speed, size_bytes=sum(sizes.values()))
 
     def _speed(self, name: str | None) -> Speed:
-        """Of a tier; None: of the remote one that will be asked."""
+        """Speed of a tier; None: of the remote one that will be asked."""
         if name is not None:
             return self._told.get(name) or self.store.speed(name)
         speed = self.store.remote_speed()

@@ -1,5 +1,5 @@
-"""Asking remote tiers what they have, beside an engine that cannot wait: it looks again until they
-have answered.
+"""Lookups in remote tiers beside an engine that cannot wait: it looks again until they have
+answered.
 """
 
 import logging
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 
 class Probe:
-    """Each prompt is asked for once, and the answer kept until it is forgotten.
+    """Asks once for each prompt, and keeps the answer until it is forgotten.
 
-    timeout_s: then the answer is no.
+    timeout_s: after it, the answer is no.
 
-    Its methods belong to the engine's thread. The threads start with the first question, and end
-    with close().
+    Its methods belong to the engine's thread. The threads start with the first query, and end with
+    close().
     """
 
     def __init__(self, reuse: Reuse, timeout_s: float) -> None:
@@ -33,9 +33,9 @@ class Probe:
         self._asked: dict[str, tuple[Future[Mapping[BlockId, str]], float]] = {}
 
     def ask(self, prompt: str, blocks: Blocks, found: Found) -> Found:
-        """What local tiers hold and, once they have answered, remote ones: Word.ASKING until then.
+        """Blocks in local tiers and, once they have answered, remote ones: Word.ASKING until then.
 
-        prompt: its name, which the answer is kept by.
+        prompt: its name, under which the answer is kept.
         """
         if found.word is Word.SURE:
             return found
@@ -47,13 +47,13 @@ class Probe:
         return replace(found, word=Word.ASKING)
 
     def forget(self, prompt: str) -> None:
-        """The prompt is not asked about any more."""
+        """Drop the prompt's answer."""
         asked = self._asked.pop(prompt, None)
         if asked is not None:
             asked[0].cancel()
 
     def close(self) -> None:
-        """Wait for nobody."""
+        """End the threads without waiting for answers."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, prompt: str, ids: Sequence[BlockId]) -> tuple[Future[Mapping[BlockId, str]], float]:

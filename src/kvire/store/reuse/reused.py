@@ -1,5 +1,5 @@
-"""What became of one prompt's reuse: the load under way, where its KV came from, and why no more of
-it did.
+"""Result of one prompt's reuse: the load in progress, the sources of its KV, and the reason of its
+end.
 """
 
 from collections import Counter
@@ -16,20 +16,20 @@ FRESH_S = 0.25  # how long a look is believed: a prompt that waits for a seat is
 
 
 class Reused:
-    """One prompt's; belongs to its engine's thread.
+    """Reuse of one prompt; belongs to its engine's thread.
 
-    load: blocks on their way from the store; None if none are.
+    load: blocks on their way from the store; None if there are none.
     may_load: whether it may load once more.
     device_tokens: reused from the device's own blocks.
-    loaded_tokens: by the kind of tier's name.
-    spans: (start, stop) of prompt tokens that were loaded.
+    loaded_tokens: by kind of tier.
+    spans: (start, stop) of loaded prompt tokens.
     waited_s: for loads.
-    saved_s: what computing the reused tokens would have taken, less what was waited; None if nobody
-        has measured.
-    miss: why reuse ended where it did, as far as the device tells.
-    load_miss: why it did where something was, or could have been, loaded; None if the store had
-        nothing to do with it.
-    answer: of the store, about the prompt from token `asked_token` on; None if it was not asked.
+    saved_s: time that computing the reused tokens would have taken, less waited_s; None before the
+        first measurement.
+    miss: why reuse ended, as far as the device knows.
+    load_miss: why reuse of stored tokens ended; None if the store had nothing to do with it.
+    answer: the store's answer about the prompt from token `asked_token` on; None if it was not
+        asked.
     """
 
     def __init__(self) -> None:
@@ -47,43 +47,43 @@ class Reused:
         self._seen: tuple[int, float, Found] | None = None
 
     def seen(self, first: int, look: Callable[[], Found]) -> Found:
-        """What `look` found beyond the device's `first` blocks, lately or now."""
+        """Result of `look` beyond the device's `first` blocks, recent or new."""
         now = monotonic()
         if self._seen is None or self._seen[0] != first or now - self._seen[1] > FRESH_S:
             self._seen = first, now, look()
         return self._seen[2]
 
     def forget_look(self) -> None:
-        """The next look is a new one."""
+        """Drop the recent lookup."""
         self._seen = None
 
     def take(self, kind: TierKind, tokens: int) -> None:
-        """Tokens came from a tier."""
+        """Count tokens from a tier."""
         self.loaded_tokens[kind.name] += tokens
 
     def missed(self, token: int, reason: MissReason) -> None:
-        """The token was computed although something was, or could have been, loaded.
+        """The token was computed although it was, or could have been, loaded.
 
-        The first such one counts.
+        Only the first one counts.
         """
         if self.load_miss is None:
             self.load_miss = Miss(reason, token)
 
     def end_load(self) -> Load:
-        """Leave the load under way alone from now on."""
+        """Detach the load in progress."""
         load, self.load = self.load, None
         assert load is not None
         self.waited_s += load.waited_s
         return load
 
     def why(self) -> Miss:
-        """The first token that was computed, and why."""
+        """The first computed token, and the reason."""
         if self.load_miss is not None:
             return self.load_miss
         return explained(self.miss, self.answer.poll() if self.answer is not None else None, self.asked_token)
 
     def share(self) -> "Reused":
-        """For another answer to the same prompt, whose KV is there now."""
+        """For another answer to the same prompt, whose KV is present now."""
         twin = Reused()
         twin.device_tokens, twin.loaded_tokens = self.device_tokens, self.loaded_tokens.copy()
         twin.miss, twin.load_miss, twin.saved_s = self.miss, self.load_miss, self.saved_s
@@ -91,7 +91,7 @@ class Reused:
         return twin
 
     def report(self, prompt_tokens: int, *, recomputed_tokens: int = 0, preemptions: int = 0) -> CacheReport:
-        """Where the prompt's KV came from."""
+        """Sources of the prompt's KV."""
         miss = self.why()
         return CacheReport(
             device_tokens=self.device_tokens,

@@ -1,3 +1,4 @@
-"""Eviction policies, one per file, in a class called POLICY. Read first: policy.py beside this
-folder.
+"""Eviction policies, one per file, in a class called POLICY.
+
+Read first: policy.py beside this folder.
 """
