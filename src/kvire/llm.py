@@ -36,7 +36,7 @@ _PARAMS = tuple(f.name for f in fields(SamplingParams))
 
 
 class _Model:
-    """What the synchronous and the asynchronous API share: a loaded model and its engine."""
+    """Common part of the synchronous and the asynchronous API: a loaded model and its engine."""
 
     def __init__(
         self,
@@ -89,14 +89,15 @@ class _Model:
         return tuple(prompt)
 
     def encode_chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> tuple[int, ...]:
-        """Token ids of a conversation, as the model's chat template writes it, up to where the
-        answer begins.
+        """Token ids of a conversation in the model's chat template, up to the start of the
+        answer.
         """
         return encode_chat(self.tokenizer, messages, tools)
 
     def continue_chat(self, messages: list[Message], known: Sequence[int]) -> ChatPrompt:
-        """The same, beginning with the ids of the last prompt and answer where the history still
-        says what they say.
+        """As encode_chat, beginning with the ids of the last prompt and answer.
+
+        Only as far as the history still agrees with them.
         """
         return continue_chat(self.tokenizer, messages, known)
 
@@ -110,15 +111,16 @@ class _Model:
         return SamplingParams(**params)
 
     def request(self, prompt: Prompt, params: SamplingParams, **more: Any) -> Request:
-        """A record for the engine, with an id of its own. more: tenant, cache_salt, store (see
-        Request).
+        """A record for the engine, with an id of its own.
+
+        more: tenant, cache_salt, store (see Request).
         """
         return Request(f"req-{next(_ids)}", self.encode(prompt), params, **more)
 
     def clear_cache(self) -> None:
         """Forget every prefix that the pool remembers.
 
-        What a store has is still there, and found: its own clear() removes that.
+        Blocks in a store remain, and are found: its own clear() removes them.
         """
         self.client.clear()
 
@@ -128,7 +130,7 @@ class _Model:
 
 
 class LLM(_Model):
-    """A model that answers prompts, for programs that wait. Use as a context, or close() it."""
+    """A model that answers prompts, for synchronous programs. Use as a context, or close() it."""
 
     def __enter__(self) -> Self:
         return self
@@ -148,13 +150,13 @@ class LLM(_Model):
         return self._collect([self.request(prompt, sampling)])[0]
 
     def chat(self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, **params: Any) -> Result:
-        """Answer a conversation: a list of {"role", "content"} messages, the last one to be
-        answered.
+        """Answer a conversation: a list of {"role", "content"} messages, ending with the open
+        one.
         """
         return self._collect([self.request(self.encode_chat(messages, tools), self.params(**params))])[0]
 
     def stream(self, prompt: Prompt, **params: Any) -> Iterator[Output]:
-        """Outputs as they come; leaving the loop early cancels the request."""
+        """Outputs as they arrive; leaving the loop early cancels the request."""
         return self.client.stream(self.request(prompt, self.params(**params)))
 
     def session(self, name: str) -> "ChatSession":
@@ -167,7 +169,7 @@ class LLM(_Model):
         return ChatSession(self, self.sessions, name)
 
     def _collect(self, requests: list[Request]) -> list[Result]:
-        """Run requests together, never more of them at once than the engine's queue takes."""
+        """Run requests together, at most as many at once as the engine's queue takes."""
         for request in requests:
             self.engine.validate(request)
         outputs: SimpleQueue[Output | KvireError] = SimpleQueue()
@@ -195,11 +197,11 @@ class LLM(_Model):
 
 
 class ChatSession:
-    """A chat whose history is kept in the store, sealed, until it is deleted or its tenant
-    forgotten.
+    """A chat with its history in the store, sealed, until it is deleted or its tenant forgotten.
 
-    sessions: where it is kept. tokens_lost: of the last prompt, how many tokens of the session it
-        does not begin with (models/chat.py).
+    sessions: the store's sessions.
+    tokens_lost: of the last prompt, how many tokens of the session it does not begin with
+        (models/chat.py).
     """
 
     def __init__(self, llm: LLM, sessions: Sessions, name: str) -> None:
@@ -210,24 +212,24 @@ class ChatSession:
 
     @property
     def name(self) -> str:
-        """What it is resumed by."""
+        """Name under which it is resumed."""
         return self._session.name
 
     @property
     def messages(self) -> list[Message]:
-        """What was said, oldest first."""
+        """Messages so far, oldest first."""
         return list(self._session.messages)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """What the model read and wrote last; empty if that was another model."""
+        """Ids of the model's last prompt and answer; empty if that was another model."""
         return self._session.known_ids(self._llm.engine.namespace.weights)
 
     def say(self, text: str, **params: Any) -> Result:
         """Answer the next message and keep both; params are fields of SamplingParams.
 
-        Raises StoreError if the answer cannot be kept: somebody else continued the session, or it
-        finds no room.
+        Raises StoreError if the answer cannot be kept: another process continued the session, or
+        there is no room.
         """
         if params.get("n", 1) != 1:
             raise RequestError("a session goes on with one answer: leave out n")
@@ -240,7 +242,7 @@ class ChatSession:
         return result
 
     def keep(self, messages: Sequence[Message], token_ids: Sequence[int]) -> None:
-        """Replace what is kept: the whole history, and the ids of the last prompt and answer.
+        """Replace the stored session: the whole history, and the ids of the last prompt and answer.
 
         Raises StoreError.
         """
@@ -249,7 +251,7 @@ class ChatSession:
         self._session = self.sessions.save("", changed)
 
     def delete(self) -> None:
-        """Remove it from the store; what is said next begins a new one of the same name.
+        """Remove it from the store; the next message begins a new one of the same name.
 
         Raises StoreError.
         """
@@ -285,12 +287,13 @@ class AsyncLLM(_Model):
         return await self._collect(self.request(self.encode_chat(messages, tools), self.params(**params)))
 
     def stream(self, prompt: Prompt, **params: Any) -> AsyncIterator[Output]:
-        """Outputs as they come."""
+        """Outputs as they arrive."""
         return self.client.stream_async(self.request(prompt, self.params(**params)))
 
     async def _collect_all(self, requests: list[Request]) -> list[Result]:
-        """Never more of them at once than the engine's queue takes; if one fails, the others are
-        cancelled.
+        """Run requests, at most as many at once as the engine's queue takes.
+
+        If one fails, the others are cancelled.
         """
         room = asyncio.Semaphore(self.engine.config.max_queue)
 

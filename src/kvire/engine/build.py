@@ -40,7 +40,7 @@ def build_engine(
 ) -> tuple[Engine, LoadedModel]:
     """Find, load and wire up a model; computes in float32.
 
-    store: what to open and use, or an open one; None for the pool alone.
+    store: config of a store to open and use, or an open one; None for the pool alone.
 
     Raises ModelNotFoundError, UnsupportedModelError, ConfigError or StoreError.
     """
@@ -84,7 +84,7 @@ def build_engine(
 
 
 def numerics(config: EngineConfig, backend: PortableAttention, device: torch.device) -> str:
-    """How this engine computes, as far as options and this machine decide it."""
+    """How this engine computes, as far as options and machine decide it."""
     parts = ["float32", "deterministic" if config.deterministic else "", backend.name, device.type]
     if precision := matmul_precision(device.type):
         parts.append(f"matmul={precision}")
@@ -92,7 +92,7 @@ def numerics(config: EngineConfig, backend: PortableAttention, device: torch.dev
 
 
 def computed_by(loaded: LoadedModel, bound: PagedModel | TiledModel, backend: PortableAttention) -> str:
-    """Versions and digests of all that computes KV.
+    """Versions and digests of all software that computes KV.
 
     bound: the loaded model as it runs, over its cache.
 
@@ -116,7 +116,7 @@ def computed_by(loaded: LoadedModel, bound: PagedModel | TiledModel, backend: Po
 
 
 def _open(store: StoreConfig | TieredStore | None, config: EngineConfig, device: torch.device) -> TieredStore | None:
-    """The store, open; None for none, or where it is not required and cannot be had."""
+    """The open store; None for none, or if an optional one cannot be opened."""
     if store is None or isinstance(store, TieredStore) or store.is_empty:
         return store if isinstance(store, TieredStore) else None
     try:
@@ -133,7 +133,7 @@ def _open(store: StoreConfig | TieredStore | None, config: EngineConfig, device:
 
 
 def refuse_experts(model: nn.Module) -> None:
-    """Raise ConfigError for a mixture of experts: how many rows an expert gets is up to the other
+    """Raise ConfigError for a mixture of experts: an expert's row count depends on the other
     rows.
     """
     if any(hasattr(module, "experts") or "Experts" in type(module).__name__ for module in model.modules()):

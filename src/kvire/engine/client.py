@@ -1,6 +1,7 @@
 """The engine on a thread of its own: requests go in through its inbox, outputs come out through a
-queue per request. Whoever answers people or programs (LLM, the server) talks to this, from any
-thread.
+queue per request.
+
+LLM and the server use this, from any thread.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Route(Protocol):
-    """Where a request's outputs go; called on the engine's thread, so it must not wait."""
+    """Target of a request's outputs; called on the engine's thread, so it must not wait."""
 
     def put(self, item: Output | KvireError) -> None:
         """Take one output, or the error that ends the request."""
@@ -46,8 +47,9 @@ class EngineClient:
         return self
 
     def close(self) -> None:
-        """Stop after the current step and free the pool; requests in flight end with
-        EngineClosedError. Idempotent.
+        """Stop after the current step and free the pool. Idempotent.
+
+        Requests in flight end with EngineClosedError.
         """
         self._stopping = True
         self._wake.set()
@@ -70,7 +72,7 @@ class EngineClient:
 
     @property
     def failure(self) -> EngineClosedError | None:
-        """Why nothing is answered any more, if so."""
+        """Why the engine stopped, if it did."""
         return None if self._failure is None else EngineClosedError(self._failure)
 
     def submit(self, request: Request, route: Route) -> None:
@@ -100,7 +102,7 @@ class EngineClient:
         self._wake.set()
 
     def stream(self, request: Request) -> Iterator[Output]:
-        """Outputs as they come; leaving the loop early cancels the request."""
+        """Outputs as they arrive; leaving the loop early cancels the request."""
         queue: SimpleQueue[Output | KvireError] = SimpleQueue()
         self.submit(request, queue)
         unfinished = request.params.n
@@ -175,7 +177,7 @@ def _close_all() -> None:
 
 
 class LoopRoute:
-    """Carries outputs from the engine's thread into an event loop, where `queue` gives them out."""
+    """Passes outputs from the engine's thread to an event loop, through its `queue`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

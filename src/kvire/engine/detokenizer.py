@@ -1,4 +1,4 @@
-"""Token ids to text, a little at a time: never half a character, never part of a stop string.
+"""Token ids to text, incrementally: never half a character, never part of a stop string.
 
 The joined pieces equal the decoding of all ids, cut before the stop string if one was found.
 """
@@ -40,7 +40,7 @@ class Detokenizer:
         return self._text[: self._shown]
 
     def add(self, token_id: int) -> str:
-        """Take one more id; the new text that is safe to show."""
+        """Add one id; returns the new text that is safe to show."""
         self._ids.append(token_id)
         if self._tokenizer is None or self.stopped_by is not None:
             return ""
@@ -56,7 +56,7 @@ class Detokenizer:
         return self._show(final=False)
 
     def finish(self) -> str:
-        """No more ids will come: the text that was held back."""
+        """No more ids follow: returns the text that was held back."""
         if self._tokenizer is None or self.stopped_by is not None:
             return ""
         whole = self._decode(self._ids)
@@ -65,7 +65,7 @@ class Detokenizer:
         return self._show(final=True)
 
     def _complete(self, decoded: str) -> int:
-        """How many characters of `decoded` no further id can change."""
+        """How many characters of `decoded` are final, whatever ids follow."""
         complete = len(decoded.rstrip(REPLACEMENT))
         if complete < len(decoded) and len(self._ids) - self._window > LONG_WINDOW_TOKENS:
             # Not the beginning of a character but text that is broken for good: only its end may
@@ -90,7 +90,7 @@ class Detokenizer:
         return convert is not None and BYTE_TOKEN.fullmatch(convert(token_id) or "") is not None
 
     def _show(self, *, final: bool) -> str:
-        """A stop string never begins in text that was shown: what may become one is held back."""
+        """Hold back text that may become a stop string: none may begin in shown text."""
         found = [(at, stop) for stop in self._stop if (at := self._text.find(stop, self._shown)) >= 0]
         if found:
             at, self.stopped_by = min(found)
@@ -107,7 +107,7 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`, the whole of it excepted."""
+    """Length of the longest proper prefix of `stop` that ends `text`."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length

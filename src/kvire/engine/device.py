@@ -1,4 +1,4 @@
-"""Where a model and its pool live: on the CPU, or on a GPU that was found and works."""
+"""Placement of a model and its pool: on the CPU, or on a GPU that was found and works."""
 
 import logging
 
@@ -14,11 +14,9 @@ CPU = torch.device("cpu")
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """The device that `config` asks for; for auto a GPU if one can be used for all of it, else the
-    CPU.
+    """The device for `config`; for auto a GPU if everything can run on it, else the CPU.
 
-    Raises ConfigError for cuda where there is none that works, or where another option needs the
-    CPU.
+    Raises ConfigError for cuda if none works, or if another option needs the CPU.
     """
     if config.device == "cpu":
         return CPU
@@ -36,9 +34,7 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def prepare(device: torch.device) -> None:
-    """Make float32 mean float32: on a GPU, TF32 products are switched off, for the whole
-    process.
-    """
+    """Make float32 mean float32: switches off TF32 products on a GPU, for the whole process."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest")
 
@@ -52,8 +48,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def device_with_room(weights_bytes: int, device: torch.device, config: EngineConfig) -> torch.device:
-    """`device` if the weights fit into its memory, else the CPU for device='auto'. Raises
-    ConfigError for 'cuda'.
+    """`device` if the weights fit into its memory, else the CPU for device='auto'.
+
+    Raises ConfigError for 'cuda'.
     """
     if device.type == "cpu" or weights_bytes <= (free := free_bytes(device)):
         return device

@@ -52,7 +52,7 @@ NOT_FINITE = (
 
 
 class Model(Protocol):
-    """What the engine asks of a model: write the batch's KV, return logits of its logits_rows."""
+    """Interface of a model: write the batch's KV, return logits of its logits_rows."""
 
     def forward(self, batch: Batch) -> Tensor:
         """float32 [R, vocab]."""
@@ -121,16 +121,16 @@ class Engine:
 
     @property
     def root(self) -> BlockKey:
-        """Parent of every first block, of requests without tenant and cache_salt."""
+        """Parent of every first block, for requests without tenant and cache_salt."""
         return self.reuse.name().root
 
     def close(self) -> None:
-        """Close the store, then free the pool; nobody calls step() any more."""
+        """Close the store, then free the pool; step() must not be called any more."""
         self.reuse.close()
         self.paged.close()
 
     def validate(self, request: Request) -> None:
-        """Raise RequestError if the request can never be served. Reads only what never changes."""
+        """Raise RequestError if the request can never be served. Reads only immutable state."""
         length = len(request.token_ids)
         if length == 0:
             raise RequestError("the prompt is empty: it must hold at least one token")
@@ -166,8 +166,9 @@ class Engine:
         return self.scheduler.has_work or not self.inbox.empty()
 
     def step(self) -> list[Output | Failure]:
-        """Do one step of the loop; what it added to each answer, and which requests could not go
-        on.
+        """Do one step of the loop.
+
+        Returns what it added to each answer, and the requests that failed.
         """
         self.poll()
         self.scheduler.admit()
@@ -181,7 +182,7 @@ class Engine:
         return outputs
 
     def poll(self) -> None:
-        """Take what came in since the last step."""
+        """Take requests and cancellations that arrived since the last step."""
         self.scheduler.poll()
         while True:
             try:
@@ -208,9 +209,9 @@ class Engine:
         return logits
 
     def commit(self, chunks: list[Chunk], logits: Tensor) -> None:
-        """Publish what was computed, sample what is due, hand out what is new.
+        """Publish computed blocks, sample due tokens, hand out new text.
 
-        What goes wrong with one request ends that request only.
+        A failure in one request ends that request only.
         """
         row = 0
         for chunk in chunks:
@@ -267,7 +268,7 @@ class Engine:
         self.scheduler.add(first)
 
     def _fail(self, seq: Sequence, message: str) -> None:
-        """End a request that cannot go on, and forget what it computed: nobody else may meet it."""
+        """End a failed request, and forget its computed blocks: no other request may reuse them."""
         request_id = seq.request.request_id
         keys = [key for sample in self._sequences[request_id] for key in sample.chain.keys]
         for key in keys:
@@ -277,7 +278,7 @@ class Engine:
         self._outputs.append(Failure(request_id, message))
 
     def _remove(self, request_id: str, *, remember: bool = True) -> list[Sequence]:
-        """Free everything that a request holds; its sequences that had not finished."""
+        """Free everything that a request holds; returns its unfinished sequences."""
         unfinished = [seq for seq in self._sequences.pop(request_id, []) if seq.state is not State.FINISHED]
         for seq in unfinished:
             self.scheduler.remove(seq, remember=remember)
@@ -300,7 +301,7 @@ class Engine:
                 self.scheduler.add(sibling)
 
     def _next_token(self, seq: Sequence, logits: Tensor) -> None:
-        """Sample a token from `logits` [vocab], append it and see whether the answer ends."""
+        """Sample a token from `logits` [vocab], append it and check whether the answer ends."""
         if seq.index == 0 and seq.num_answer == 0:
             self._count_request(seq)
         if seq.params.max_tokens == 0:
@@ -327,7 +328,7 @@ class Engine:
         return None
 
     def _emit(self, seq: Sequence, token: int | None, logprobs: TokenLogprobs | None, finish: str | None) -> None:
-        """Hand out one token and the text that became certain with it."""
+        """Hand out one token and the text that it completes."""
         text = "" if token is None else seq.detokenizer.add(token)
         if finish is not None:
             text += seq.detokenizer.finish()
@@ -388,7 +389,7 @@ class Engine:
 
 
 def _reuse(store: TieredStore | None, config: EngineConfig, namespace: Namespace, paged: PagedKV) -> AnyReuse:
-    """What is stored and found again; nothing, without a store or where the engine is not to reuse
+    """The planner of reuse; a NoReuse without a store, or if the engine is not to reuse
     anything.
     """
     prefill = PrefillSpeed(PREFILL_TOKEN_S)

@@ -1,6 +1,4 @@
-"""How many blocks each group gets of the memory there is, and so how long one sequence may
-become.
-"""
+"""Number of blocks of each group for the available memory, and the longest possible sequence."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -17,8 +15,11 @@ AUTO_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """num_blocks: of each group. max_model_len: longest prompt + answer. pool_bytes: of all
-    blocks.
+    """Division of the pool's memory.
+
+    num_blocks: of each group.
+    max_model_len: longest prompt + answer.
+    pool_bytes: of all blocks.
     """
 
     num_blocks: tuple[int, ...]
@@ -27,7 +28,7 @@ class MemoryPlan:
 
     @classmethod
     def measure(cls, config: EngineConfig, spec: KVSpec, max_positions: int, free_bytes: int) -> Self:
-        """Raises ConfigError if what is asked for does not fit, saying what would."""
+        """Raises ConfigError if the requested sizes do not fit, with sizes that would."""
         wanted_len = config.max_model_len or max_positions
         if wanted_len > max_positions:
             raise ConfigError(
@@ -62,8 +63,8 @@ class MemoryPlan:
 
 
 def _most_blocks(config: EngineConfig, spec: KVSpec, pool_bytes: int, limit: int) -> int:
-    """The most blocks of the group with the longest reach that fit, with what the others need
-    beside them.
+    """The most blocks of the group with the longest reach that fit beside the other groups'
+    blocks.
     """
     low, high = 0, limit
     while low < high:
@@ -76,11 +77,11 @@ def _most_blocks(config: EngineConfig, spec: KVSpec, pool_bytes: int, limit: int
 
 
 def _per_group(config: EngineConfig, spec: KVSpec, blocks: int) -> tuple[int, ...]:
-    """Blocks of each group where the one with the longest reach has `blocks`.
+    """Blocks of each group if the one with the longest reach has `blocks`.
 
-    A window group beside a full one gets what every running sequence can hold, twice: once more for
-    windows that are remembered at the ends of prefixes. What it would have beyond that goes to the
-    full group instead.
+    A window group beside a full one gets twice the blocks that every running sequence can hold:
+    once more for windows that are remembered at the ends of prefixes. Memory beyond that goes to
+    the full group instead.
     """
     if config.kv_cache != "paged" or _only_windows(config, spec):
         return (blocks,) * len(spec.groups)
@@ -95,7 +96,7 @@ def _only_windows(config: EngineConfig, spec: KVSpec) -> bool:
 
 
 def _smaller_dtypes(config: EngineConfig) -> str:
-    """Advice, where there is any."""
+    """Advice, if there is any."""
     smaller = " or ".join(repr(name) for name in smaller_than(config.kv_dtype) if name != "bfloat16")
     return f", or kv_dtype={smaller}" if smaller and not config.deterministic else ""
 

@@ -1,4 +1,4 @@
-"""Chunks of sequences to the one packed batch that the model runs."""
+"""Packs chunks of sequences into the one batch that the model runs."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,9 @@ from kvire.engine.scheduler import Chunk
 
 
 def logits_rows(chunk: Chunk) -> int:
-    """How many rows of logits a chunk needs: all for prompt logprobs, one if a token is sampled,
-    else none.
+    """Rows of logits that a chunk needs.
+
+    All for prompt logprobs, one if a token is sampled, else none.
     """
     return chunk.count if chunk.seq.scores_prompt else int(chunk.completes)
 

@@ -1,7 +1,8 @@
-"""Blocks from the store for the scheduler's sequences: into which memory, how long to wait, what to
-compute instead.
+"""Loads from the store for the scheduler's sequences: target memory, waiting, and computing
+meanwhile.
 
-What can be loaded and whether that is worth it is the planner's to say (store/reuse/planner.py).
+The planner (store/reuse/planner.py) decides which blocks can be loaded and whether that is worth
+it.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,27 +26,26 @@ MAX_PREPARED = 4
 
 
 class Plan(NamedTuple):
-    """What the store has of a prompt beyond the device, and what to do about it."""
+    """Stored blocks of a prompt beyond the device, and the choice about them."""
 
     found: Found
     choice: Choice
 
     @property
     def loads(self) -> bool:
-        """Whether something is to be loaded."""
+        """Whether there is something to load."""
         return self.choice.way is not Way.COMPUTE
 
     def without(self, index: int) -> "Plan":
-        """Leave block `index` to somebody else."""
+        """Leave block `index` out."""
         return self._replace(found=self.found.without(index))
 
 
 class Prefetcher:
-    """Belongs to the scheduler and its thread.
+    """Loads for one scheduler; belongs to its thread.
 
     memory: of a block, by group and id.
-
-    most_ahead: sequences without a seat whose blocks are loaded already.
+    most_ahead: sequences without a seat whose blocks are loaded already, at most.
     met: loads of which part was loaded and part computed.
     """
 
@@ -58,7 +58,8 @@ class Prefetcher:
         self.draining: list[tuple[GroupedLease, Ticket]] = []  # memory that a read may still write into
 
     def plan(self, seq: Sequence, usable: int, matched: int) -> Plan:
-        """What to load of the first `usable` blocks beyond those `matched` on the device.
+        """Choose the blocks to load of the first `usable` ones beyond those `matched` on the
+        device.
 
         Changes nothing there.
         """
@@ -68,8 +69,8 @@ class Prefetcher:
         return Plan(found, self.reuse.worth(found))
 
     def start(self, seq: Sequence, plan: Plan) -> None:
-        """Begin to load for a sequence that has its blocks; and ask why what is stored nowhere is
-        not.
+        """Begin to load for a sequence that has its blocks, and ask why further blocks are not
+        stored.
         """
         reused, found = seq.reuse, plan.found
         reused.forget_look()
@@ -85,12 +86,12 @@ class Prefetcher:
                 reused.asked_token = index * self.pool.block_size
 
     def save(self, seq: Sequence, indices: Iterable[int]) -> None:
-        """Hand over blocks that were computed."""
+        """Hand over computed blocks."""
         if seq.request.store:
             self.reuse.save(seq.chain, indices, self._memory_of(seq))
 
     def take_over(self, seq: Sequence) -> bool:
-        """Let the front of a sequence jump over loaded blocks; whether it did."""
+        """Let the front of a sequence jump over loaded blocks; returns whether it did."""
         load, block_size = seq.reuse.load, self.pool.block_size
         if load is None or seq.num_computed % block_size:
             return False
@@ -109,7 +110,7 @@ class Prefetcher:
         return True
 
     def limit(self, seq: Sequence, most_tokens: int) -> int:
-        """How many of `most_tokens` to compute now: none to wait for what is coming."""
+        """How many of `most_tokens` to compute now: none to wait for loads in progress."""
         load = seq.reuse.load
         if load is None:
             return most_tokens
@@ -121,8 +122,9 @@ class Prefetcher:
         return tokens
 
     def claim(self, seq: Sequence, count: int) -> int:
-        """Take the blocks of the next `count` tokens from the load; how many of them can be
-        computed now.
+        """Take the blocks of the next `count` tokens from the load.
+
+        Returns how many of the tokens can be computed now.
         """
         load, block_size = seq.reuse.load, self.pool.block_size
         if load is None:
@@ -145,9 +147,9 @@ class Prefetcher:
         return min(count, stop * block_size - seq.num_computed)
 
     def release(self, seq: Sequence, lease: GroupedLease) -> None:
-        """A sequence gives its blocks back: now, or once nothing is read into them any more.
+        """Release a sequence's blocks: now, or once no read into them is in progress.
 
-        Only one that finished says that they are worth keeping.
+        Only a finished sequence's blocks are worth keeping.
         """
         if seq.finish_reason is not None:
             self.reuse.finished(seq.chain, seq.num_published, keep=seq.request.store)
@@ -160,10 +162,10 @@ class Prefetcher:
         lease.release()
 
     def poll(self) -> None:
-        """Give memory back that nothing will be read into any more.
+        """Release memory once no read will write into it.
 
-        No read under way is not enough: a block that others wait for too, or that a remote tier
-        has, is read into the loader's own memory first and copied then.
+        Having no active read is not enough: a block that other loads wait for too, or that a remote
+        tier has, is read into the loader's own memory first and copied then.
         """
         for lease, ticket in self.draining:
             if ticket.finished:
@@ -171,9 +173,7 @@ class Prefetcher:
         self.draining = [(lease, ticket) for lease, ticket in self.draining if not lease.released]
 
     def nap(self, running: list[Sequence]) -> None:
-        """Sleep until a block of some running sequence arrives, or memory comes back, but not for
-        long.
-        """
+        """Sleep briefly, until a block of some running sequence arrives or memory is released."""
         tickets = [seq.reuse.load.ticket for seq in running if seq.reuse.load is not None]
         tickets += [ticket for _, ticket in self.draining]
         if tickets:
@@ -186,7 +186,7 @@ class Prefetcher:
         self.met += seq.reuse.end_load().met
 
     def _missed(self, seq: Sequence, index: int, reason: MissReason | None) -> None:
-        """Block `index` is computed, for that reason; None: nobody has it."""
+        """Block `index` is computed, for that reason; None: no tier has it."""
         if reason is not None and seq.most_computed < seq.num_prompt:
             seq.reuse.missed(index * self.pool.block_size, reason)
 

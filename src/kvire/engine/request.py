@@ -1,4 +1,4 @@
-"""Plain records that go into the engine and come out of it; nothing here refers to its state."""
+"""Plain records for requests and outputs of the engine, without references to its state."""
 
 from dataclasses import dataclass, field
 
@@ -102,11 +102,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to answer. request_id is unique among those in flight.
+    """One prompt to answer.
 
-    tenant: whose KV it may meet and leaves behind.
+    request_id: unique among the requests in flight.
+    tenant: owner of the KV that it reuses and leaves behind.
     cache_salt: shares KV only with requests of the same salt, within the tenant.
-    store: whether its KV may be kept outside the engine; what is there is used all the same.
+    store: whether its KV may be kept outside the engine; stored KV is reused all the same.
     """
 
     request_id: str
@@ -119,7 +120,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One position: the chosen token, its log-probability, and the likeliest ones (id ->
+    """One position: the chosen token, its log-probability, and the likeliest tokens (id ->
     logprob).
     """
 
@@ -160,7 +161,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A request could not go on; none of its answers gets another output."""
+    """A request that failed; none of its answers gets another output."""
 
     request_id: str
     message: str

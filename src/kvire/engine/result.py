@@ -1,6 +1,4 @@
-"""What a finished request looks like from outside: answers, usage, times, and where the prompt came
-from.
-"""
+"""A finished request seen from outside: answers, usage, times, and the prompt's sources."""
 
 from dataclasses import dataclass, field, replace
 from time import monotonic
@@ -25,9 +23,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens as they are counted and billed; the prompt counts once, however many answers it
-    got.
-    """
+    """Tokens for counting and billing; the prompt counts once, however many answers it got."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -45,8 +41,8 @@ class Timing:
 
     ttft_s: to the first token.
     tpot_s: per token after it.
-    queue_s, load_s, prefill_s: what ttft_s is made of: until the prompt got memory (and the answer
-        its way out), waiting for the store since then, and the rest.
+    queue_s, load_s, prefill_s: the parts of ttft_s: until the prompt got memory (plus the answer's
+        delivery), waiting for the store since then, and the rest.
     """
 
     ttft_s: float
@@ -59,7 +55,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What `generate` and `chat` return: the answers, and where the prompt's KV came from."""
+    """Return value of `generate` and `chat`: the answers, and the sources of the prompt's KV."""
 
     completions: tuple[Completion, ...]
     usage: Usage
@@ -84,12 +80,12 @@ class Result:
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """One entry per new token of the first answer, if they were asked for."""
+        """One entry per new token of the first answer, if requested."""
         return self.completions[0].logprobs
 
 
 class Collector:
-    """Puts the outputs of one request together, in the order they come."""
+    """Joins the outputs of one request, in order of arrival."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -102,7 +98,7 @@ class Collector:
         self._last = self._started
 
     def add(self, output: Output) -> None:
-        """Take the next output."""
+        """Add the next output."""
         self._last = monotonic()
         if self._first is None:
             self._first, self._first_output = self._last, output
@@ -121,7 +117,7 @@ class Collector:
         return 0 in self._caches
 
     def result(self) -> Result:
-        """Everything that has come in; an answer cut short has no finish_reason."""
+        """All outputs so far; an answer cut short has no finish_reason."""
         assert self.started and self._first is not None and self._first_output is not None
         cache = replace(
             self._caches[0],

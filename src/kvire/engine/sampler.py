@@ -26,8 +26,10 @@ def sample(
     index: int,
     position: int,
 ) -> int:
-    """logits: float32 [vocab], unchanged. prompt, answer: tokens that penalties look at. -> token
-    id.
+    """Sample a token id.
+
+    logits: float32 [vocab], unchanged.
+    prompt, answer: tokens that penalties look at.
     """
     scores = penalised(logits, params, prompt, answer)
     if params.temperature == 0:
@@ -72,9 +74,7 @@ def needs_penalties(params: SamplingParams) -> bool:
 
 
 def uniform(seed: int, index: int, position: int) -> float:
-    """A number in [0, 1) that depends on the three arguments only (Philox, a counter-based
-    generator).
-    """
+    """A number in [0, 1) that depends on the three arguments only (Philox, counter-based)."""
     key = np.array([seed % 2**64, index], dtype=np.uint64)
     return float(np.random.Generator(np.random.Philox(key=key, counter=position)).random())
 

@@ -1,8 +1,8 @@
-"""Who runs, with which blocks, and how many tokens each computes in the next step.
+"""Chooses the running sequences, their blocks, and the tokens that each computes in the next step.
 
-Older requests come first, always: nobody overtakes for want of memory, and when blocks run out the
-newest running sequence gives its own back and is computed again later. So the oldest one always
-moves, and any pool that fits one request serves them all.
+Older requests come first, always: no request overtakes an older one because memory is short, and
+when blocks run out the newest running sequence is preempted and computed again later. So the oldest
+one always makes progress, and any pool that fits one request serves them all.
 """
 
 from bisect import insort
@@ -69,7 +69,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to do, if only to wait for memory that is being read into."""
+        """Whether there is anything to do, even if only to wait for loads."""
         return bool(self.running or self.waiting or self.prefetcher.draining)
 
     def poll(self) -> None:
@@ -77,18 +77,18 @@ class Scheduler:
         self.prefetcher.poll()
 
     def nap(self) -> None:
-        """Nothing can be computed: sleep a little, unless something arrives."""
+        """No token can be computed: sleep briefly, unless something arrives."""
         self.prefetcher.nap(self.running)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence behind all that are older."""
+        """Queue a sequence behind all older ones."""
         seq.state = State.WAITING
         insort(self.waiting, seq, key=_order)
 
     def remove(self, seq: Sequence, *, remember: bool = True) -> None:
         """A sequence is finished or cancelled: its blocks are free from now on.
 
-        remember: its last one as well.
+        remember: its last block, too.
         """
         if seq.state is State.RUNNING:
             self.running.remove(seq)
@@ -100,8 +100,8 @@ class Scheduler:
     def admit(self) -> None:
         """Move waiting sequences to running, oldest first, while seats and blocks last.
 
-        One whose next block is just being computed by another waits for it instead of computing it
-        again; those behind it may pass, since what it waits for is running.
+        A sequence whose next block is being computed by another one waits for it instead of
+        computing it again; later sequences may pass, since the awaited one is running.
         """
         for seq in list(self.waiting):
             seated = len(self.running) < self.max_num_seqs
@@ -118,8 +118,8 @@ class Scheduler:
                 return
 
     def _last_in_computation(self, keys: list[BlockKey]) -> BlockKey | None:
-        """The last of the leading keys that running sequences are about to publish; None if they
-        publish none.
+        """The last of the leading keys that running sequences are about to publish; None without
+        any.
         """
         last = None
         for key in keys:
@@ -129,8 +129,9 @@ class Scheduler:
         return last
 
     def _reuses(self, seq: Sequence) -> bool:
-        """Whether the sequence may start from what is remembered; logprobs of prompt tokens need
-        their logits.
+        """Whether the sequence may reuse remembered KV.
+
+        Logprobs of prompt tokens need their logits, so not then.
         """
         return self.prefix_cache and seq.params.prompt_logprobs is None
 
@@ -141,10 +142,10 @@ class Scheduler:
         return seq.chain.extend()[: (seq.num_tokens - 1) // self.pool.block_size]
 
     def _start(self, seq: Sequence, reusable: list[BlockKey], matched: int, *, seated: bool) -> bool:
-        """Lease what is remembered and allocate the rest; False, and no change, if that does not
+        """Lease remembered blocks and allocate the rest; False, and no change, if that does not
         fit.
 
-        Without a seat, only to load what is stored, so that it is there when there is one.
+        A sequence without a seat only loads stored blocks, to have them when it gets one.
         """
         plan = self.prefetcher.plan(seq, len(reusable), matched)
         if not seated and plan.choice.way is not Way.LOAD:
@@ -189,15 +190,14 @@ class Scheduler:
         return True
 
     def _copy(self, copies: Iterable[tuple[int, int, int]]) -> None:
-        """Copy blocks at once: a load that begins now, or the next step, may write into what they
-        are copied from.
-        """
+        """Copy blocks at once: a load or the next step may write into the source blocks."""
         for group, source, target in copies:
             self.copy_block(group, source, target)
 
     def _promised(self) -> list[int]:
-        """Blocks of each group that running sequences will take soon, or the next tokens would
-        preempt the newest.
+        """Blocks of each group that running sequences will take soon.
+
+        Without them, the next tokens would preempt the newest.
         """
         needs = [
             self.pool.still_to_come(seq.lease, seq.num_computed, seq.num_tokens) for seq in self.running if seq.lease
@@ -205,11 +205,11 @@ class Scheduler:
         return [sum(counts) for counts in zip(*needs, strict=True)] if needs else [0] * len(self.pool.pools)
 
     def _explain(self, seq: Sequence, reusable: list[BlockKey], full: int, computed: int) -> None:
-        """Note why no more is reused than `full` blocks, or `computed` tokens (CacheReport)."""
+        """Note why no more than `full` blocks, or `computed` tokens, are reused (CacheReport)."""
         seq.reuse.miss = self._miss(seq, reusable, full, computed)
 
     def _miss(self, seq: Sequence, reusable: list[BlockKey], full: int, computed: int) -> Miss:
-        """Why, and from which token on."""
+        """The reason of the miss, and its first token."""
         if not self.prefix_cache:
             return Miss(MissReason.OFF)
         if seq.params.prompt_logprobs is not None:
@@ -223,7 +223,7 @@ class Scheduler:
         return self._left(seq, full, computed)
 
     def _left(self, seq: Sequence, full: int, computed: int) -> Miss:
-        """Where a prompt leaves the closest one that the device remembers."""
+        """Position at which a prompt leaves the closest one that the device remembers."""
         shared = self.pool.closest(seq.chain.parent(full), seq.chain.tokens(full))
         token = full * self.pool.block_size + shared
         if computed:
@@ -231,7 +231,7 @@ class Scheduler:
         return Miss(MissReason.SHORTER_THAN_BLOCK if token else MissReason.NEVER_STORED, token)
 
     def _was_evicted(self, seq: Sequence, reusable: list[BlockKey], full: int) -> bool:
-        """Whether the hit could have been longer than `full` blocks, had there been more room."""
+        """Whether an eviction shortened the hit to `full` blocks."""
         if full < len(reusable):
             return (
                 self.pool.was_evicted(reusable[full]) or self.pool.reach(seq.chain.root, reusable, seq.token_ids) > full
@@ -242,7 +242,7 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The next step's chunks: every decode, then prompts in chunks, under the token budget.
 
-        Chunks of one token come first (Batch). Preempts, newest first, where blocks are missing.
+        Chunks of one token come first (Batch). If blocks are missing, preempts the newest first.
         """
         chunks = []
         limits = self._limits()
@@ -266,10 +266,9 @@ class Scheduler:
         return sorted(chunks, key=lambda chunk: chunk.count != 1)
 
     def _limits(self) -> dict[Sequence, int]:
-        """The running sequences that have a seat, oldest first, and how many tokens each may
-        compute in this step.
+        """The running sequences with a seat, oldest first, and each one's token limit in this step.
 
-        What has been loaded meanwhile is taken over; who waits for more is left out.
+        Takes over loaded blocks; sequences that wait for more are left out.
         """
         limits: dict[Sequence, int] = {}
         for seq in list(self.running):
@@ -288,7 +287,7 @@ class Scheduler:
         return limits
 
     def _make_room(self, seq: Sequence, count: int) -> bool:
-        """Find blocks of its own for the sequence's next `count` tokens; newer ones pay.
+        """Allocate blocks for the sequence's next `count` tokens, preempting newer sequences.
 
         False if none are left.
         """
@@ -310,7 +309,7 @@ class Scheduler:
         return True
 
     def preempt(self, seq: Sequence) -> None:
-        """Take a running sequence's blocks; it is computed again once it is its turn."""
+        """Take a running sequence's blocks; it is computed again later."""
         self.running.remove(seq)
         self._release(seq, remember=True)
         seq.num_computed = seq.num_published = 0
@@ -329,16 +328,14 @@ class Scheduler:
         insort(self.running, sample, key=_order)
 
     def drop(self, seq: Sequence) -> None:
-        """Keep nothing of a running sequence's KV: it is computed again for its next token."""
+        """Drop a running sequence's KV: it is computed again for its next token."""
         assert seq.lease is not None
         seq.lease.release()
         seq.lease = self.pool.empty_lease()
         seq.num_computed = 0
 
     def advance(self, chunk: Chunk) -> None:
-        """A chunk is computed: publish the blocks that it filled, give back those that no window
-        reaches any more.
-        """
+        """A chunk is computed: publish its full blocks, release those behind every window."""
         chunk.seq.advance(chunk.count)
         self._publish_full(chunk.seq, save=True)
 
@@ -360,7 +357,7 @@ class Scheduler:
             self.pool.give_back(seq.lease, seq.num_computed)
 
     def _publish(self, seq: Sequence, index: int, key: BlockKey, token_ids: SequenceOf[int]) -> None:
-        """Put a block into the index, unless one before it is not there under the sequence's own
+        """Put a block into the index, unless an earlier one is missing there under the sequence's
         tokens.
         """
         if not seq.detached:
@@ -370,7 +367,7 @@ class Scheduler:
             seq.detached = not found
 
     def _release(self, seq: Sequence, *, remember: bool) -> None:
-        """Give a running sequence's blocks back.
+        """Release a running sequence's blocks.
 
         remember: publish the last one first, if it is not full.
         """

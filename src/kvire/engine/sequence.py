@@ -1,4 +1,4 @@
-"""One answer in the making: its tokens, its blocks, and how far it has come."""
+"""One answer in progress: its tokens, its blocks, and its progress."""
 
 from collections import Counter
 from enum import Enum, auto
@@ -21,11 +21,12 @@ class State(Enum):
 
 
 class Sequence:
-    """Sample `index` of `request`. order: (arrival, index); smaller is older and is served first.
+    """Sample `index` of `request`.
 
+    order: (arrival, index); smaller is older and is served first.
     token_ids: prompt and answer.
     chain: names of their full blocks.
-    reuse: where the prompt's KV came from, and what of it is on its way.
+    reuse: sources of the prompt's KV, and its load in progress.
     num_computed: leading tokens whose KV is in `lease`.
     siblings: further samples that wait to share the prompt.
     """
@@ -82,12 +83,12 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether logprobs of its prompt are still to be noted."""
+        """Whether logprobs of its prompt are still missing."""
         return self.params.prompt_logprobs is not None and self.num_answer == 0
 
     @property
     def report(self) -> CacheReport:
-        """Where the prompt's KV came from."""
+        """Sources of the prompt's KV."""
         return self.reuse.report(
             self.num_prompt, recomputed_tokens=self.recomputed_tokens, preemptions=self.preemptions
         )
@@ -98,20 +99,18 @@ class Sequence:
         self.answer_counts[token_id] += 1
 
     def share_prompt(self, source: "Sequence") -> None:
-        """The prompt's KV, and where it came from, are those of another sample of the same
-        request.
-        """
+        """Take the prompt's KV, and its sources, from another sample of the same request."""
         self.chain, self.reuse = source.chain.fork(self.token_ids), source.reuse.share()
         self.num_computed, self.num_published = source.num_computed, source.num_published
         self.detached, self.most_computed = source.detached, source.most_computed
 
     def jump(self, num_tokens: int) -> None:
-        """The KV of the first `num_tokens` tokens is there, without having been computed now."""
+        """The KV of the first `num_tokens` tokens is present, without being computed now."""
         self.num_computed = num_tokens
         self.most_computed = max(self.most_computed, num_tokens)  # lost before use, it is computed again
 
     def advance(self, count: int) -> None:
-        """`count` more tokens are computed; those that were computed before count as recomputed."""
+        """`count` more tokens are computed; those below the high-water mark count as recomputed."""
         again = min(self.num_computed + count, self.most_computed) - self.num_computed
         self.recomputed_tokens += max(0, again)
         self.num_computed += count

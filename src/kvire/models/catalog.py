@@ -1,5 +1,5 @@
-"""What `kvire models ls` and `kvire models show NAME` say: facts about models, without
-loading one.
+"""Data of `kvire models ls` and `kvire models show NAME`: facts about models, without loading
+one.
 """
 
 from collections.abc import Mapping
@@ -50,16 +50,16 @@ class ListedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of one model without loading it.
+    """Facts about one model without loading it.
 
     supported: whether it can be served; if not, `reason` says why and what to do. groups is empty
         then.
     weights_bytes: of the weight files.
-    parameters: numbers in them, an output matrix that is not needed included.
+    parameters: numbers in them, an unneeded output matrix included.
     kv_bytes_per_token: by dtype of the pool.
     context_tokens: the longest sequence it was made for.
-    expanded_elements_per_token: what latent attention would keep without its latent; None: it is
-        not latent.
+    expanded_elements_per_token: elements that latent attention would keep without its latent; None:
+        it is not latent.
     converted: False for a GGUF that has not been converted yet.
     """
 
@@ -79,12 +79,12 @@ class ModelFacts:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the weights in float32, as they are computed with."""
+        """Size of the weights in float32, the dtype of computation."""
         return 4 * self.parameters
 
 
 def list_models() -> list[ListedModel]:
-    """The embedded models, installed or not, then every other GGUF converted into the cache
+    """The embedded models, installed or not, then all other GGUFs converted into the cache
     folder.
     """
     lines = [_embedded_line(model) for model in EMBEDDED.values()]
@@ -100,7 +100,7 @@ def describe(name: str) -> ModelFacts:
     """Facts about a model, named as for `resolve`; converts and downloads nothing, imports no
     torch.
 
-    A model that is there but refused is described too, with the reason. Raises ModelNotFoundError.
+    A refused model is described too, with the reason. Raises ModelNotFoundError.
     """
     path = Path(name).expanduser()
     path = (gguf_in(path) or path) if path.is_dir() else path
@@ -149,9 +149,7 @@ def _of_directory(name: str, path: Path) -> ModelFacts:
 
 
 def _of_gguf(name: str, source: GgufSource) -> ModelFacts:
-    """The converted directory if it is there; else from the header, which is in one piece only in a
-    whole file.
-    """
+    """Facts from the converted directory if it exists; else from the header of a whole file."""
     folder = converted_folder(source)
     if (folder / ORIGIN).is_file():
         return _of_directory(name, folder)

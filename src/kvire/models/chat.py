@@ -60,18 +60,18 @@ def encode_chat(
     tools: list[dict[str, Any]] | None = None,
     options: dict[str, bool] | None = None,
 ) -> tuple[int, ...]:
-    """Token ids up to where the answer begins.
-
-    Raises RequestError if the model or a message does not allow it.
+    """Token ids of a conversation, up to the start of the answer.
 
     options: switches that some templates know, such as enable_thinking.
+
+    Raises RequestError if the model or a message does not allow it.
     """
     return _encode(tokenizer, _rendered(tokenizer, messages, tools, options))
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation up to where the answer begins.
+    """A conversation, up to the start of the answer.
 
     tokens_lost: how many of the known ids it does not begin with.
     """
@@ -87,12 +87,12 @@ def continue_chat(
     tools: list[dict[str, Any]] | None = None,
     options: dict[str, bool] | None = None,
 ) -> ChatPrompt:
-    """As encode_chat, beginning with `known`, the ids of an earlier prompt and answer, where that
-    says the same.
+    """As encode_chat, beginning with `known`, the ids of an earlier prompt and answer, if
+    equivalent.
 
-    A model may write a text in other tokens than the tokenizer would; to go on from what it wrote,
-    those have to stay. Where the template tells the history otherwise (drops earlier reasoning,
-    trims white space), the template counts.
+    A model may write a text in other tokens than the tokenizer would; to continue from its own
+    tokens, those have to stay. If the template changes the history (drops earlier reasoning, trims
+    white space), the template wins.
     """
     text = _rendered(tokenizer, messages, tools, options)
     ids, before = _encode(tokenizer, text), tuple(known)

@@ -1,7 +1,7 @@
-"""What a transformers directory must hold before anything of it is loaded.
+"""Requirements on a transformers directory, checked before anything of it is loaded.
 
-Nothing here imports torch or reads weights: a directory that cannot be served is refused in
-milliseconds, and a pickle is never opened.
+Nothing here imports torch or reads weights: an unusable directory is refused in milliseconds, and a
+pickle is never opened.
 """
 
 import json
@@ -24,7 +24,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
 class Checkpoint:
     """A transformers directory.
 
-    config: config.json as it stands.
+    config: config.json, unchanged.
     shards: the weight files, by name.
     """
 
@@ -49,8 +49,8 @@ class Checkpoint:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Check the shape of a directory.
 
-    Raises ModelNotFoundError when it is no transformers directory, UnsupportedModelError when it is
-    one that is refused: an adapter, pickled weights, damaged JSON.
+    Raises ModelNotFoundError if it is no transformers directory, UnsupportedModelError if it is a
+    refused one: an adapter, pickled weights, damaged JSON.
     """
     if not path.is_dir():
         raise ModelNotFoundError(f"{path} is not a directory")
@@ -63,7 +63,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a directory, as it stands."""
+    """config.json of a directory, unchanged."""
     if not (path / "config.json").is_file():
         raise ModelNotFoundError(f"{path} has no config.json, so it is not a transformers directory.{_hint(path)}")
     return _read_json(path / "config.json")

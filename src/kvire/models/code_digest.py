@@ -1,14 +1,13 @@
-"""Which code computes a model's KV, told by the code itself.
+"""Digest of the code that computes a model's KV.
 
-A version number changes when nothing that computes does, and stands still when somebody edits what
-does. So the functions are followed that the forwards of a model's modules name: methods, globals,
-closures, and the attention that is selected; what counts of them is their bytecode, with its
-constants and defaults. Comments, docstrings, line numbers and places of files do not count, and no
-source need be there. Bytecode differs between versions of Python, and so do the digests.
+A version number changes without a change of computing code, and stays the same when somebody edits
+that code. So the digest follows the functions that the forwards of a model's modules name: methods,
+globals, closures, and the selected attention. It covers their bytecode, with constants and
+defaults. Comments, docstrings, line numbers and file locations do not count, and no source is
+needed. Bytecode differs between versions of Python, and so do the digests.
 
-Of torch nothing is followed, its version says what it computes; but a function that somebody put
-into the place of one of torch's is. What was compiled to machine code counts by its name and its
-package's version.
+Torch is not followed: its version identifies it; but a function that replaces one of torch's is
+followed. Code compiled to machine code counts by its name and its package's version.
 """
 
 import functools
@@ -62,9 +61,7 @@ class ModelCode:
         self._walk = self._walked()
 
     def current(self) -> str:
-        """64 hexadecimal digits, of the code as it is now; takes a millisecond where it is what it
-        was.
-        """
+        """64 hexadecimal digits of the current code; takes a millisecond if it is unchanged."""
         if not self._walk.holds(self._model):
             self._walk = self._walked()
         return self._walk.hexdigest
@@ -74,11 +71,11 @@ class ModelCode:
 
 
 class _Walk:
-    """One walk through the code, the nearest first; it can say later whether it would still find
-    the same.
+    """One breadth-first walk through the code; it can check later whether it would still find the
+    same.
 
     Each piece of code gets a number when it is met first, and counts by this number afterwards: so
-    the digest covers what names what, in an order that is the same in every process.
+    the digest covers which code names which, in an order that is the same in every process.
     """
 
     def __init__(self, model: nn.Module, also: Mapping[type, Iterable[str]], without: tuple[str, ...]) -> None:
@@ -145,8 +142,8 @@ class _Walk:
             self._see_object(value)
 
     def _see_object(self, value: Any) -> None:
-        """Count something with a state of its own: by its class, and if it was compiled, by its
-        package's version.
+        """Count a stateful object by its class, and a compiled one also by its package's
+        version.
         """
         package = _package(getattr(value, "__module__", None))
         if callable(value) and package not in OF_VERSIONS and not self._is_followed(type(value).__module__):
@@ -154,7 +151,7 @@ class _Walk:
         self._see(type(value), None)
 
     def _read(self, value: Any, owner: type | None) -> None:
-        """Look into something that was met."""
+        """Look into an object that was met."""
         if isinstance(value, FunctionType):
             self._read_function(value, owner)
         elif isinstance(value, type):
@@ -189,8 +186,8 @@ class _Walk:
                     self._inherited(owner, name)
 
     def _read_module(self, module: ModuleType, names: Iterable[str], seen: set[int]) -> None:
-        """What a function may take from a module, and from modules in it: every one of its names
-        that is there.
+        """The names that a function may take from a module, and from modules in it: all those
+        present.
         """
         seen.add(id(module))
         for name in names:
@@ -215,7 +212,7 @@ class _Walk:
             self._see(value, kind)
 
     def _inherited(self, kind: type, name: str) -> None:
-        """What super() may find under a name."""
+        """The object that super() may find under a name."""
         for base in kind.__mro__[1:]:
             if name in vars(base) and isinstance(_unwrapped(vars(base)[name]), FunctionType):
                 self._attribute(base, name)
@@ -225,14 +222,15 @@ class _Walk:
 
 
 def _selected(model: nn.Module) -> list[str]:
-    """Names of the implementations that a model's config selects."""
+    """Names of the implementations selected by a model's config."""
     config: Any = getattr(model, "config", None)
     return [str(name) for kind in SELECTIONS if (name := getattr(config, kind, None)) is not None]
 
 
 def _unwrapped(value: Any) -> Any:
-    """The function in a method, property or cache, a partial as a tuple of its parts; anything else
-    as it is.
+    """The function in a method, property or cache, a partial as a tuple of its parts.
+
+    Anything else unchanged.
     """
     if isinstance(value, staticmethod | classmethod | MethodType):
         return _unwrapped(value.__func__)
@@ -249,7 +247,7 @@ _CACHED = type(functools.cache(_unwrapped))
 
 
 def _static(kind: type, name: str) -> Any:
-    """What `kind` has under `name`, as it lies there; None for nothing."""
+    """The raw attribute of `kind` under `name`; None if there is none."""
     for base in kind.__mro__:
         if name in base.__dict__:
             return base.__dict__[name]
@@ -270,7 +268,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _normal(code: CodeType) -> tuple[Any, ...]:
-    """What the code does, without where it stands and what it says about itself."""
+    """The code's operations, without its location and descriptions."""
     constants = list(code.co_consts)
     if constants and isinstance(constants[0], str) and _has_docstring(code):
         constants[0] = None
@@ -284,7 +282,9 @@ def _normal(code: CodeType) -> tuple[Any, ...]:
 
 
 def _has_docstring(code: CodeType) -> bool:
-    """Whether the first constant is one. Until Python 3.12 every function's is, or None."""
+    """Whether the first constant is a docstring. Until Python 3.12 every function's is one, or
+    None.
+    """
     if sys.version_info >= (3, 13):
         return bool(code.co_flags & DOCSTRING_FLAG)
     return not code.co_name.startswith("<")

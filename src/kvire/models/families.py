@@ -1,4 +1,4 @@
-"""Which models are known to be right, and what each of their layers keeps per token.
+"""Supported model families, and the state that each of their layers keeps per token.
 
 `plan/families/table.py` lists the families and their rules; everything else is refused by name, by
 `refusal.py`.
@@ -19,7 +19,7 @@ Config = Mapping[str, Any]
 
 
 class HasDict(Protocol):
-    """A transformers config, as far as it is needed here."""
+    """The part of a transformers config used here."""
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, defaults included."""
@@ -30,8 +30,7 @@ def kv_groups(config: Config | HasDict) -> tuple[KVGroup, ...]:
 
     config: a transformers config, or its config.json as a dict.
 
-    Raises UnsupportedModelError, with what to do, for every model that is not known to be cached
-    right.
+    Raises UnsupportedModelError, with advice, for every model that is not known to be cached right.
     """
     stated = as_dict(config)
     refuse_unknown(stated, supported=running())
@@ -39,18 +38,19 @@ def kv_groups(config: Config | HasDict) -> tuple[KVGroup, ...]:
 
 
 def max_positions(config: Config | HasDict) -> int:
-    """The longest sequence, in tokens, that the model was made for."""
+    """The longest sequence, in tokens, that the model supports."""
     return _fields(as_dict(config)).whole("max_position_embeddings")
 
 
 def hidden_layers(config: Config | HasDict) -> int:
-    """Decoder layers, those included that keep no KV of their own."""
+    """Decoder layers, including those without KV of their own."""
     return _fields(as_dict(config)).layers()
 
 
 def expanded_elements_per_token(config: Config | HasDict) -> int | None:
-    """Numbers per token that latent attention would keep if it kept K and V of each head; None: it
-    is not latent.
+    """Elements per token that latent attention would keep if it kept K and V of each head.
+
+    None: it is not latent.
     """
     if all(group.kind is not LayerKind.LATENT for group in kv_groups(config)):
         return None
@@ -60,11 +60,12 @@ def expanded_elements_per_token(config: Config | HasDict) -> int | None:
 
 
 def need_output_matrix(config: Config | HasDict, tensors: Collection[str]) -> None:
-    """Raise UnsupportedModelError where the config says that the output matrix is not the
-    embedding, and none is there.
+    """Raise UnsupportedModelError if the config requires an output matrix that is missing.
 
-    tensors: names in the weight files. A class would go on with random numbers. One too many is no
-        harm: transformers takes the file's.
+    tensors: names in the weight files.
+
+    Without it a class would go on with random numbers. A superfluous one does no harm: transformers
+    takes the file's.
     """
     stated = as_dict(config)
     if _fields(stated).flag("tie_word_embeddings") or has_output_matrix(tensors):
@@ -78,7 +79,7 @@ def need_output_matrix(config: Config | HasDict, tensors: Collection[str]) -> No
 
 
 def has_output_matrix(tensors: Collection[str]) -> bool:
-    """Whether there is one beside the embedding."""
+    """Whether there is an output matrix beside the embedding."""
     return any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in tensors)
 
 

@@ -1,9 +1,8 @@
-"""Digests of what decides KV besides tokens: the weight files and the config; and the namespace of
-both.
+"""Digests of the inputs to KV besides tokens: the weight files and the config; and their namespace.
 
 Hashing weights takes a second per half gigabyte, so digests of files are remembered in the cache
-folder under (device, inode), and hold only while size, mtime and ctime stay what they were. The
-memory is a convenience: when it is damaged or cannot be written, files are simply hashed again.
+folder under (device, inode), and are valid only while size, mtime and ctime are unchanged. The
+memory is a convenience: if it is damaged or cannot be written, files are simply hashed again.
 """
 
 import json
@@ -100,7 +99,7 @@ def namespace(
 
 
 def file_digest(path: Path, progress: Progress = silent) -> str:
-    """Hex SHA-256 of a file's content, from memory when the file is the one that was hashed."""
+    """Hex SHA-256 of a file's content, remembered while the file is unchanged."""
     memory = cache_folder() / "digests.json"
     with path.open("rb", buffering=0) as file:
         status = os.fstat(file.fileno())
@@ -115,7 +114,7 @@ def file_digest(path: Path, progress: Progress = silent) -> str:
 
 
 class _Within:
-    """Progress of one file as progress of all of them."""
+    """Progress of one file as part of the progress of all."""
 
     def __init__(self, outer: Progress, start: int, total: int) -> None:
         self._outer, self._start, self._total = outer, start, total
@@ -144,7 +143,7 @@ def _place(status: os.stat_result) -> str:
 
 
 def _remembered(memory: Mapping[str, Any], status: os.stat_result) -> str | None:
-    """The digest of this very file; None: not known, or the file has changed."""
+    """The remembered digest of this file; None: not known, or the file has changed."""
     match memory.get(_place(status)):
         case {"stamp": stamp, "sha256": str(digest)} if stamp == _stamp(status) and len(digest) == 64:
             return digest

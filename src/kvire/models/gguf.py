@@ -38,9 +38,7 @@ SPARE_BYTES = 64 << 20  # tokenizer, config and what the file system needs
 
 
 def gguf_file(path: Path, progress: Progress = silent) -> GgufSource:
-    """The source for a .gguf that the user names, with its other parts; reads all once to know the
-    digest.
-    """
+    """The source of a .gguf file, with its other parts; reads all of them once for the digest."""
     files = gguf_parts(path)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", gguf_name(path)).strip("-.") or "model"
     return GgufSource(name, files, _digest(files, progress), split=len(files) > 1)
@@ -52,7 +50,7 @@ def _digest(files: tuple[Path, ...], progress: Progress) -> str:
 
 
 def converted_folder(source: GgufSource) -> Path:
-    """Where the converted model lies, or will lie.
+    """Path of the converted model, existing or not.
 
     Its name holds the digest of content and converter.
     """
@@ -61,10 +59,10 @@ def converted_folder(source: GgufSource) -> Path:
 
 
 def convert(source: GgufSource, progress: Progress = silent) -> Path:
-    """The converted directory; made now if it is not there yet.
+    """The converted directory; made now if it does not exist.
 
-    Raises UnsupportedModelError for what is not converted (before any weight is read), ConfigError
-    when the cache folder has no room, ModelNotFoundError when the file is not the one it should be.
+    Raises UnsupportedModelError for unsupported models (before any weight is read), ConfigError if
+    the cache folder has no room, ModelNotFoundError if the file has an unexpected digest.
     """
     target = converted_folder(source)
     if target.is_dir():
@@ -105,8 +103,8 @@ def converted_models() -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 def read_origin(folder: Path) -> dict[str, str] | None:
-    """Where a converted directory came from: {name, source, sha256}; None: it is not a conversion
-    of ours.
+    """Origin of a converted directory: {name, source, sha256}; None: it is no conversion of
+    ours.
     """
     try:
         origin = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
@@ -116,16 +114,14 @@ def read_origin(folder: Path) -> dict[str, str] | None:
 
 
 def find_converted(name: str) -> Path | None:
-    """The conversion whose folder has this name, as `kvire models ls` lists it; None: there is
-    none.
-    """
+    """The conversion with this folder name, as `kvire models ls` lists it; None: there is none."""
     return next((folder for folder, _ in converted_models() if folder.name == name), None)
 
 
 def _write_model(source: GgufSource, folder: Path, progress: Progress) -> None:
     """Fill `folder` with config, tokenizer and weights.
 
-    What may be refused comes before what takes long.
+    Steps that may refuse the model come before long ones.
     """
     files = _whole_files(source, folder, progress)
     progress("reading the GGUF header", 0, 1)
@@ -152,9 +148,7 @@ def _write_model(source: GgufSource, folder: Path, progress: Progress) -> None:
 
 
 def _whole_files(source: GgufSource, folder: Path, progress: Progress) -> tuple[Path, ...]:
-    """Files that are GGUFs, with the digest that they should have; pieces are joined inside
-    `folder`.
-    """
+    """Complete GGUF files, with their expected digests; pieces are joined inside `folder`."""
     if source.split or len(source.files) == 1:
         files, digest = source.files, _digest(source.files, progress)
     else:
@@ -170,7 +164,7 @@ def _whole_files(source: GgufSource, folder: Path, progress: Progress) -> tuple[
 
 
 def _join(source: GgufSource, path: Path, progress: Progress) -> str:
-    """Write the pieces one after the other; the SHA-256 of the whole."""
+    """Write the pieces one after the other; returns the SHA-256 of the whole."""
     digest, done, total = sha256(), 0, source.size_bytes
     with path.open("wb") as out:
         for piece in source.files:
@@ -222,7 +216,7 @@ def _only_writer(target: Path, progress: Progress) -> Iterator[None]:
 
 
 def _remove_rubbish(folder: Path) -> None:
-    """Delete partial folders whose writer is gone."""
+    """Delete partial folders of ended writers."""
     for partial in folder.glob(".partial-*"):
         with (folder / f".lock-{partial.name.removeprefix('.partial-')}").open("ab") as lock:
             try:

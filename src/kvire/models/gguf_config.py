@@ -1,9 +1,8 @@
 """From a GGUF's fields to a transformers config.
 
-The fields that change what a model computes are each either translated or checked against the one
-value that the transformers class has built in; a file that states anything else is refused by that
-field's name. So a model with, say, scaled rotary factors is refused rather than converted to
-another model.
+Every field that affects computation is either translated or checked against the one value that the
+transformers class has built in; a file with any other value is refused by that field's name. So a
+model with, say, scaled rotary factors is refused rather than converted to another model.
 """
 
 from collections.abc import Callable
@@ -30,8 +29,8 @@ GEMMA3_27B_LAYERS = 62  # the only gemma3 whose score scale is not 1/sqrt(head w
 def config_from_gguf(header: GgufHeader) -> ConfigFields:
     """config.json for the model in a GGUF.
 
-    Raises UnsupportedModelError for an architecture that is not converted, and for a file with
-    settings that transformers' class for it cannot express or this code does not translate.
+    Raises UnsupportedModelError for an unsupported architecture, and for settings that
+    transformers' class cannot express or this code does not translate.
     """
     translate = _ARCHITECTURES.get(header.architecture)
     if translate is None:
@@ -119,7 +118,7 @@ def _common(header: GgufHeader, class_name: str, model_type: str) -> ConfigField
 
 
 def stop_ids(header: GgufHeader) -> list[int]:
-    """Ids of the tokens that end an answer, ascending; refused when there is none."""
+    """Ids of the tokens that end an answer, ascending; a model without any is refused."""
     found = {header.get(f"tokenizer.ggml.{field}") for field in STOP_FIELDS} | _turn_ends(header)
     ids = sorted(i for i in found if isinstance(i, int) and not isinstance(i, bool))
     if not ids:
@@ -136,8 +135,9 @@ def _turn_ends(header: GgufHeader) -> set[int]:
 
 
 def _layers(header: GgufHeader) -> int:
-    """The claim, held against the tensors: building even an empty model takes time for every
-    layer.
+    """The claimed number of layers, checked against the tensors.
+
+    Building even an empty model takes time for every layer.
     """
     layers = _whole(header, "block_count")
     present = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
@@ -157,7 +157,7 @@ def _vocabulary(header: GgufHeader) -> int:
 
 
 def _expect_constants(header: GgufHeader, config: ConfigFields) -> None:
-    """Fields whose only supported value is what the class does anyway."""
+    """Check fields with one supported value: the one built into the class."""
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     constants = {
         "attention.key_length": width,

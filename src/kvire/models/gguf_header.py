@@ -1,8 +1,8 @@
 """Reading a GGUF's header. The file is hostile input: every size in it is a claim.
 
-Parsing is the gguf package's; what is added is that no claim is followed past the end of the file,
+The gguf package parses; the reader here adds that no claim is followed past the end of the file,
 nor for longer than any real model needs. (GGUFReader by itself reads short past the end, and walks
-an array as long as the file says it is, 2^60 elements included.)
+an array for as long as the file claims, 2^60 elements included.)
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ class _BoundedReader(GGUFReader):
 
 
 class GgufHeader:
-    """Fields and tensors of a GGUF, and which fields have been used: what is left over is refused.
+    """Fields and tensors of a GGUF, and the fields used so far: unused ones are refused.
 
     paths: of one file, or of all parts of a split GGUF in order; the fields are those of the first.
     tensors: the gguf package's records {name, shape (fastest first), tensor_type, data}, data
@@ -73,12 +73,12 @@ class GgufHeader:
 
     @property
     def architecture(self) -> str:
-        """general.architecture, such as "llama"; empty when the file does not say."""
+        """general.architecture, such as "llama"; empty if the file does not say."""
         value = self.get("general.architecture")
         return value if isinstance(value, str) else ""
 
     def get(self, name: str) -> Any:
-        """Value of a field; None when the file does not have it. The field then counts as used."""
+        """Value of a field; None if the file does not have it. The field then counts as used."""
         self._used.add(name)
         found = self._reader.fields.get(name)
         try:
@@ -92,7 +92,7 @@ class GgufHeader:
         return 0 if found is None else len(found.data)
 
     def unused(self, prefix: str) -> Iterator[str]:
-        """Names of fields below `prefix` that nobody asked for."""
+        """Names of unused fields below `prefix`."""
         return (name for name in self._reader.fields if name.startswith(prefix) and name not in self._used)
 
     def parameters(self) -> int:
@@ -104,7 +104,7 @@ class GgufHeader:
         return tuple(int(dim) for dim in reversed(self.tensors[tensor].shape))
 
     def close(self) -> None:
-        """Forget the mapped file, so that it can be deleted; `tensors` must not be used after."""
+        """Unmap the file, so that it can be deleted; `tensors` must not be used after."""
         self.tensors = {}
         del self._reader
 
@@ -127,7 +127,7 @@ def _open(path: Path) -> _BoundedReader:
 
 
 def _check_part(path: Path, reader: _BoundedReader, place: int, count: int) -> None:
-    """Raise UnsupportedModelError unless the file says that it is this part of so many."""
+    """Raise UnsupportedModelError unless the file claims to be this part of that many."""
     number, parts = _number(reader, "split.no", 0), _number(reader, "split.count", 1)
     if (number, parts) == (place, count) or (count == 1 and parts == 0):
         return

@@ -1,4 +1,4 @@
-"""A GGUF that was split into several files: which belong together, whichever of them is named.
+"""A GGUF that was split into several files: finds all parts from any one of them.
 
 llama.cpp names them NAME-00001-of-00003.gguf, and each says in its header which part it is
 (`split.no`, from 0) of how many. All metadata are in the first one.
@@ -40,8 +40,9 @@ def gguf_name(path: Path) -> str:
 
 
 def gguf_in(folder: Path) -> Path | None:
-    """The GGUF of a folder that holds one model as a GGUF and nothing else to load; None for any
-    other folder.
+    """The GGUF of a folder that holds one model as a GGUF and nothing else to load.
+
+    None for any other folder.
     """
     files = sorted(folder.glob("*.gguf"))
     if (folder / "config.json").exists() or not files or set(gguf_parts(files[0])) != set(files):

@@ -1,8 +1,7 @@
-"""The tokenizer of a GGUF, as the model's own tokenizer.json would make it.
+"""The tokenizer of a GGUF, equal to the model's own tokenizer.json.
 
-transformers builds it from the vocabulary and merges; what it leaves out is put right here, since a
-tokenizer that is nearly right gives other tokens, and nothing would say so. Vocabularies whose
-rules are not known here are refused.
+transformers builds it from the vocabulary and merges; the rest is completed here, since a nearly
+right tokenizer gives other tokens, silently. Vocabularies with unknown rules are refused.
 """
 
 from pathlib import Path
@@ -24,7 +23,7 @@ SMOLLM = ("smollm",)
 
 
 def check_tokenizer(header: GgufHeader) -> None:
-    """Raise UnsupportedModelError unless the tokenizer is of a kind that is known to come out
+    """Raise UnsupportedModelError unless the tokenizer is of a kind that is known to convert
     right.
     """
     model, splitting = header.get("tokenizer.ggml.model"), header.get("tokenizer.ggml.pre")
@@ -66,15 +65,13 @@ def tokenizer_from_gguf(path: Path, header: GgufHeader) -> "PreTrainedTokenizerF
 
 
 def _without_first_space(backend: Any) -> None:
-    """Take texts as they are, where transformers puts a space before each and takes it off
-    again.
-    """
+    """Keep texts unchanged; transformers would add a space before each, and remove it again."""
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
 
 
 def _complete_rules(backend: Any, splitting: str | None) -> None:
-    """Set what the GGUF names only by a word, and transformers leaves at GPT-2's rules."""
+    """Set the rules that the GGUF only names, and transformers leaves at GPT-2's."""
     if splitting in SMOLLM:
         # Digits one by one before GPT-2's split: "  5" is two spaces and 5, not a space and " 5".
         backend.pre_tokenizer = pre_tokenizers.Sequence(

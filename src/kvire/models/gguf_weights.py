@@ -1,9 +1,8 @@
-"""The tensors of a GGUF, one by one: dequantised, named and laid out as the transformers class
-wants them.
+"""The tensors of a GGUF, one by one: dequantised, named and laid out for the transformers class.
 
-Everything is kept in float32, so the numbers are exactly those that the GGUF stands for. Every
-tensor of the file must have a place in the model and every parameter of the model a tensor of its
-shape: a file that has more or less than the model is another model.
+Everything is kept in float32, so the numbers are exactly those of the GGUF. Every tensor of the
+file must have a place in the model and every parameter of the model a tensor of its shape: a file
+with more or less is another model.
 """
 
 import json
@@ -30,8 +29,9 @@ SHARD_BYTES = 2 << 30
 
 
 def tensor_places(config: ConfigFields, header: GgufHeader) -> Places:
-    """Where every tensor goes; UnsupportedModelError unless file and model match one to one, shapes
-    included.
+    """Place of every tensor.
+
+    Raises UnsupportedModelError unless file and model match one to one, shapes included.
     """
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == header.architecture)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
@@ -57,8 +57,9 @@ def converted_bytes(places: Places, header: GgufHeader) -> int:
 
 
 def write_weights(folder: Path, config: ConfigFields, header: GgufHeader, places: Places, progress: Progress) -> None:
-    """Write the weights as safetensors into `folder`, in shards of at most SHARD_BYTES (or one
-    tensor).
+    """Write the weights as safetensors into `folder`, in shards of at most SHARD_BYTES.
+
+    A larger tensor gets a shard of its own.
     """
     shards = list(_shards(places, header))
     undo, done = _layout(config, header), 0
@@ -78,7 +79,7 @@ def write_weights(folder: Path, config: ConfigFields, header: GgufHeader, places
 
 
 def _parameters(config: ConfigFields) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter of the transformers class; it is built without memory."""
+    """Name and shape of every parameter of the transformers class, built without memory."""
     import torch  # noqa: PLC0415 - seconds, and only conversion needs it
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
@@ -114,7 +115,7 @@ def _values(tensor: str, header: GgufHeader) -> Array:
 
 
 def _layout(config: ConfigFields, header: GgufHeader) -> Callable[[str, Array], Array]:
-    """What llama.cpp's converter did to the values, undone (convert_hf_to_gguf.py)."""
+    """Undo the layout changes of llama.cpp's converter (convert_hf_to_gguf.py)."""
     if header.architecture == "llama":
         return lambda tensor, array: _unpermuted(tensor, array, config)
     if header.architecture == "gemma3":
@@ -123,8 +124,9 @@ def _layout(config: ConfigFields, header: GgufHeader) -> Callable[[str, Array], 
 
 
 def _unpermuted(tensor: str, array: Array, config: ConfigFields) -> Array:
-    """Rows of Q and K back from interleaved pairs to the halves that transformers rotates; all else
-    as it is.
+    """Rows of Q and K from interleaved pairs back to the halves that transformers rotates.
+
+    All other tensors unchanged.
     """
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}.get(_part(tensor))
     if heads is None:

@@ -1,6 +1,4 @@
-"""Models from the Hugging Face hub: its local cache first, the network only for what is not
-there.
-"""
+"""Models from the Hugging Face hub: its local cache first, the network only for missing files."""
 
 import re
 from collections.abc import Callable
@@ -53,7 +51,7 @@ def find_in_hub(name: str, *, download: bool = True) -> Path:
 def find_config_in_hub(name: str, say: Callable[[str], None]) -> Path:
     """config.json of a hub model, without its weights.
 
-    say: is told before the network is asked, which takes time.
+    say: called before the network is asked, which takes time.
 
     Raises ModelNotFoundError.
     """
@@ -73,7 +71,7 @@ def find_config_in_hub(name: str, say: Callable[[str], None]) -> Path:
 
 
 def _cached(name: str) -> Path | None:
-    """A complete snapshot that is already here; None: there is none, or only part of one."""
+    """A complete local snapshot; None: there is none, or only part of one."""
     from huggingface_hub import snapshot_download  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
 

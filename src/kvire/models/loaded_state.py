@@ -1,7 +1,6 @@
-"""What a model in memory is besides its weights' exact values: its modules' numbers, its buffers,
-how weights lie.
+"""State of a loaded model besides its weights' exact values: plain numbers, buffers, weight layout.
 
-Loading code makes all this from the same files, and may make it otherwise in another release.
+Loading code makes it from the same files, and may make it differently in another release.
 """
 
 from collections.abc import Iterator
@@ -20,12 +19,11 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def loaded_state(model: nn.Module) -> str:
-    """What loading a checkpoint came to: 64 hexadecimal digits of plain attributes, buffers and
-    some of every weight.
+    """Digest of a loaded checkpoint: 64 hexadecimal digits.
 
-    Two releases that read the same files alike have the same; one that turns, joins or scales
-    weights otherwise has another. Takes milliseconds, and is no guard against edits of single
-    weights.
+    It covers plain attributes, buffers and samples of every weight. Two releases that read the same
+    files alike have the same digest; one that turns, joins or scales weights differently has
+    another. Takes milliseconds, and is no guard against edits of single weights.
     """
     digest = sha256(field("kvire", b"loaded state") + field("attributes", plain_attributes(model)))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -35,10 +33,10 @@ def loaded_state(model: nn.Module) -> str:
 
 
 def plain_attributes(model: nn.Module) -> bytes:
-    """The modules' numbers, strings and collections of them, by module and name: scales, widths,
-    epsilons.
+    """The modules' numbers, strings and collections of them, by module and name.
 
-    Names with an underscore are those of torch and transformers for their own ends.
+    For example scales, widths, epsilons. Names with an underscore are excluded: they are internal
+    to torch and transformers.
     """
     found = [
         (place, name, ordered(value))
@@ -59,8 +57,8 @@ def is_plain(value: object) -> bool:
 
 
 def ordered(value: Any) -> Any:
-    """A dict as its items in order, since what they mean does not depend on it; anything else as it
-    is.
+    """A dict as its sorted items, since its meaning does not depend on order; anything else
+    unchanged.
     """
     return sorted(value.items(), key=repr) if isinstance(value, dict) else value
 

@@ -1,6 +1,4 @@
-"""A transformers directory becomes a model in memory, with all that the engine needs to know
-of it.
-"""
+"""A transformers directory becomes a model in memory, with its KV groups and identity."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,8 +41,8 @@ class LoadedModel:
     """A model ready to run, and its identity.
 
     model: the unmodified transformers class, in eval mode, without gradients.
-    config: as it was built from, LongRoPE fixed.
-    groups: what its layers keep per token.
+    config: the config it was built from, LongRoPE fixed.
+    groups: KV kept by its layers, per token.
     max_positions: longest sequence in tokens.
     eos_token_ids: all tokens that end an answer, ascending.
     weights_digest, config_digest: hex, see fingerprint.py.
@@ -76,10 +74,10 @@ def load(
 ) -> LoadedModel:
     """Load a directory from `resolve`.
 
-    dtype: what is computed in, whatever the files are stored in.
-    name: what people call the model, by default as `resolve.model_name` finds it.
-    max_model_len: tokens of the longest sequence that will run, by default as many as the model was
-        made for; LongRoPE factors depend on it.
+    dtype: of computation, whatever the files are stored in.
+    name: for people, by default from `resolve.model_name`.
+    max_model_len: tokens of the longest sequence that will run, by default the model's limit;
+        LongRoPE factors depend on it.
 
     Raises UnsupportedModelError (refused, or files that do not make up the model), ConfigError
     (dtype unknown, or not enough memory).
@@ -198,8 +196,8 @@ def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _check_groups(model: PreTrainedModel, groups: Sequence[KVGroup]) -> None:
-    """Hold the groups against the layers as built: a wrong window would give wrong answers without
-    a sound.
+    """Check the groups against the built layers: a wrong window would give wrong answers
+    silently.
     """
     modules = attention_modules(model)
     sources = kv_sources(modules)
@@ -227,9 +225,7 @@ def _window_of(attention: Any) -> int | None:
 
 
 def _eos_token_ids(path: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Whatever any of the three files says ends an answer: checkpoints often update only one of
-    them.
-    """
+    """Every end token in any of the three files: checkpoints often update only one of them."""
     found: set[int] = set()
     generation = path / "generation_config.json"
     sources = [config.eos_token_id, tokenizer.eos_token_id]

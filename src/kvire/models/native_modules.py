@@ -1,10 +1,10 @@
 """Faster forwards for a model's own modules: linear layers, RMS norms and gated MLPs, float32 on
 the CPU.
 
-The model's classes and weights stay what they are; single modules get a subclass of their class,
-whose forward computes the same formula natively, and hands whatever it was not made for to the
-original. A module counts as a norm or an MLP if the source of its forward is the formula below,
-whatever its class is called.
+The model's classes and weights stay the same; single modules get a subclass of their class, whose
+forward computes the same formula natively, and passes unsupported inputs to the original. A module
+counts as a norm or an MLP if the source of its forward is the formula below, whatever its class is
+called.
 """
 
 import ast
@@ -59,9 +59,10 @@ def use_native_modules(model: nn.Module) -> None:
 
 
 class NativeLinear(nn.Linear):
-    """Few rows, as in a decode step, are bound by reading weights, which torch does at half speed.
+    """Linear layer for few rows, as in a decode step.
 
-    Of few rows, a row's result does not depend on how many others there are.
+    Such a step is bound by reading weights, which torch does at half speed. Of few rows, a row's
+    result does not depend on how many others there are.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,8 +116,9 @@ class NativeRmsNorm(nn.Module):
 
 
 class NativeGatedMlp(nn.Module):
-    """GATED_MLP with SiLU: for many rows, activation and product are part of the matrix
-    products.
+    """GATED_MLP with SiLU.
+
+    For many rows, activation and product are part of the matrix products.
     """
 
     gate_proj: nn.Linear
@@ -136,8 +138,9 @@ class NativeGatedMlp(nn.Module):
 
 
 class _OneDnn:
-    """torch's own way, private, into oneDNN's linear layers: on AMD a tenth faster than MKL, which
-    torch prefers.
+    """torch's private binding of oneDNN's linear layers.
+
+    On AMD a tenth faster than MKL, which torch prefers.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which model is planned for: a card, or any place that holds a config.
+"""The model of `kvire plan`: a card, or any source of a config.
 
 Loads no weights, imports no torch.
 """
@@ -24,11 +24,11 @@ from kvire.plan.shape import Shape
 
 
 def find_model(name: str, say: Callable[[str], None] = lambda _: None) -> PlannedModel:
-    """A directory, a config.json, a .gguf file, a card, or a hub id, in that order.
+    """Find a directory, a config.json, a .gguf file, a card, or a hub id, in that order.
 
-    say: hears that the hub is asked.
+    say: called before the hub is asked.
 
-    Raises ModelNotFoundError, or ConfigError naming what of the config is not known.
+    Raises ModelNotFoundError, or ConfigError naming the unknown part of the config.
     """
     path = Path(name).expanduser()
     path = (gguf_in(path) or path) if path.is_dir() else path
@@ -77,8 +77,9 @@ def _of_hub(name: str, say: Callable[[str], None]) -> PlannedModel:
 
 
 def _shape(config: Mapping[str, Any], folder: Path | None = None) -> Shape:
-    """By the config; the parameters are counted where there are weight files of one language model,
-    unquantised.
+    """Shape by the config.
+
+    The parameters are counted if there are weight files of one language model, unquantised.
     """
     packed = config.get("quantization_config") or config.get("compression_config")
     if folder is None or packed or any(isinstance(config.get(name), Mapping) for name in INNER):
@@ -94,9 +95,7 @@ def _shape(config: Mapping[str, Any], folder: Path | None = None) -> Shape:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Numbers in each tensor of the weight files; empty where there are none, or none that can be
-    read.
-    """
+    """Numbers in each tensor of the weight files; empty if there are no readable ones."""
     try:
         return open_checkpoint(folder).sizes()
     except KvireError:
@@ -104,9 +103,9 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _counted(shape: Shape, parameters: int) -> Shape:
-    """With the parameters of the files.
+    """The shape with the parameters of the files.
 
-    Raises ConfigError if they are far from what the config says.
+    Raises ConfigError if they are far from the config's.
     """
     weights = shape.weights
     if not 0.9 < parameters / weights.total < 1.1:

@@ -9,11 +9,11 @@ BACKENDS = {"cpu": "mkldnn", "cuda": "cuda"}  # which of torch.backends multipli
 
 
 def matmul_precision(device_type: str) -> str:
-    """How a process multiplies float32 matrices now: "" in full; else tf32, bf16, or what else
-    torch calls it.
+    """How a process multiplies float32 matrices now.
 
-    Whichever way it was set: torch.set_float32_matmul_precision, allow_tf32, fp32_precision, or
-    another program's option that ends there (vLLM's VLLM_FLOAT32_MATMUL_PRECISION).
+    "" in full; else tf32, bf16, or torch's name of another precision. It covers every way of
+    setting it: torch.set_float32_matmul_precision, allow_tf32, fp32_precision, or another program's
+    option that ends there (vLLM's VLLM_FLOAT32_MATMUL_PRECISION).
     """
     backend: Any = getattr(torch.backends, BACKENDS.get(device_type, ""), None)
     if backend is None:  # other devices follow the setting for all

@@ -1,4 +1,4 @@
-"""How long work (joining, converting, hashing) tells a caller where it is."""
+"""Progress reports of long work (joining, converting, hashing)."""
 
 import time
 from collections.abc import Callable
@@ -9,11 +9,15 @@ class Progress(Protocol):
     """Called from the working thread, with `done` rising to `total`; it should return quickly."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """stage: what is being done, for people. done, total: in any unit, the same for both."""
+        """Report progress.
+
+        stage: the current work, for people.
+        done, total: in any unit, the same for both.
+        """
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """Progress for those who did not ask."""
+    """Progress without a listener."""
 
 
 class LateProgress:
@@ -25,6 +29,6 @@ class LateProgress:
         self._starts_at = clock() + after_s
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Pass it on, if it is late enough."""
+        """Pass the call on, if it is late enough."""
         if self._clock() >= self._starts_at:
             self._inner(stage, done, total)

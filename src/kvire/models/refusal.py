@@ -1,4 +1,4 @@
-"""What is refused, and in which words. Each check looks at one thing and says what to do instead.
+"""Refusals of models, and their messages. Each check looks at one property and gives advice.
 
 A model that is not known to be cached right is refused here, before any weight is read: a refusal
 costs the user a minute, a cache that is silently wrong costs more.
@@ -37,9 +37,7 @@ STEERING_FIELDS = ("transformers_weights", "fusion_config")
 
 
 def refuse_unknown(config: Config, supported: tuple[str, ...]) -> None:
-    """Raise UnsupportedModelError unless `config` is of a supported family, in a form known to be
-    right.
-    """
+    """Raise UnsupportedModelError unless `config` is of a supported family and form."""
     _refuse_family(config, supported)
     _refuse_code(config)
     _refuse_quantised(config)
@@ -126,8 +124,8 @@ def _refuse_unknown_rope(config: Config) -> None:
 
 
 def _rope_settings(config: Config) -> Iterator[Mapping[str, Any]]:
-    """Every rotary setting: one for all layers, or one per kind of layer; old and new field
-    name.
+    """Every rotary setting, under its old or new field name: one for all layers, or one per
+    kind.
     """
     for name in ("rope_parameters", "rope_scaling"):
         settings = config.get(name)

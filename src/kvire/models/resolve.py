@@ -17,9 +17,10 @@ def resolve(name: str, *, progress: Progress | None = None) -> Path:
     name: a directory, a .gguf file or part of one, an embedded model, the folder of an earlier
         conversion (as `kvire models ls` names it), or a hub id org/name.
 
-    What exists as a path wins over every other reading. A GGUF is converted into the cache folder
-    the first time; `progress` hears of it (and of hashing) once it takes more than two seconds.
-    Raises ModelNotFoundError (nothing there; says what was tried), UnsupportedModelError (there,
+    An existing path wins over every other reading. A GGUF is converted into the cache folder the
+    first time; `progress` reports it (and hashing) once it takes more than two seconds.
+
+    Raises ModelNotFoundError (nothing found; says what was tried), UnsupportedModelError (found,
     but refused).
     """
     report = LateProgress(progress) if progress is not None else silent
@@ -40,8 +41,9 @@ def resolve(name: str, *, progress: Progress | None = None) -> Path:
 
 
 def model_name(path: Path) -> str:
-    """What people call the model in a directory that `resolve` gave: smollm2, org/name, or the
-    folder's name.
+    """Name, for people, of the model in a directory from `resolve`.
+
+    For example smollm2, org/name, or the folder's name.
     """
     if (origin := read_origin(path)) is not None:
         return origin.get("name", path.name)

@@ -1,4 +1,4 @@
-"""LongRoPE without its switch: one set of factors for every sequence, chosen before anything
+"""LongRoPE without its switch: one set of factors for every sequence, fixed before anything
 runs.
 """
 
@@ -9,14 +9,14 @@ from transformers import PreTrainedConfig
 
 
 def fix_longrope(config: PreTrainedConfig, longest_tokens: int) -> None:
-    """Let every LongRoPE setting of `config` have one set of factors, those for sequences of
+    """Give every LongRoPE setting of `config` one set of factors, for sequences of
     `longest_tokens`.
 
-    The rotary classes take the long factors as soon as any position of the forward lies beyond the
+    The rotary classes take the long factors as soon as any position of the forward is beyond the
     original context (transformers/modeling_rope_utils.py, longrope_frequency_update), so that K of
-    a token would depend on who else is served, and blocks of a short prompt would not fit the
-    longer one that begins with it. With equal sets the switch changes nothing. The config says
-    which set it was, and its digest is part of the namespace.
+    a token would depend on the other requests, and blocks of a short prompt would not fit the
+    longer one that begins with it. With equal sets the switch changes nothing. The config records
+    the chosen set, and its digest is part of the namespace.
     """
     for settings in _longrope_settings(getattr(config, "rope_parameters", None)):
         is_long = longest_tokens > settings["original_max_position_embeddings"]
@@ -25,7 +25,7 @@ def fix_longrope(config: PreTrainedConfig, longest_tokens: int) -> None:
 
 
 def _longrope_settings(settings: Any) -> Iterator[dict[str, Any]]:
-    """One for all layers, or one per kind of layer."""
+    """One setting for all layers, or one per kind of layer."""
     if isinstance(settings, dict):
         if settings.get("rope_type") == "longrope":
             yield settings

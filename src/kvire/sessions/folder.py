@@ -38,10 +38,9 @@ class SessionConflictError(SessionError):
 
 
 def open_sessions(config: StoreConfig, blocks_bytes: int | None = None) -> "Sessions | None":
-    """Sessions of the store's folder; None if it has none, since what is remote only is not kept by
-    us.
+    """Sessions of the store's folder; None without a folder: a remote store keeps none.
 
-    blocks_bytes: what the folder's disk tier may take, if the config leaves that to the folder.
+    blocks_bytes: size limit of the folder's disk tier, if the config leaves that to the folder.
     """
     if config.path is None:
         return None
@@ -54,9 +53,10 @@ def open_sessions(config: StoreConfig, blocks_bytes: int | None = None) -> "Sess
 class Sessions:
     """Sessions of all tenants in one store's folder. Thread-safe, and safe beside other processes.
 
-    limit_bytes: what they take at most together, counted as `du` does. Makes nothing before
-        something is saved. Everything raises SessionError for a session that cannot be used, and
-        StoreError for keys that cannot.
+    limit_bytes: size limit of all together, counted as `du` does.
+
+    Makes nothing before the first save. Every method raises SessionError for a session that cannot
+    be used, and StoreError for keys that cannot.
     """
 
     def __init__(self, store: Path, keyring: Keyring, limit_bytes: int) -> None:
@@ -66,13 +66,13 @@ class Sessions:
 
     @property
     def sealed(self) -> bool:
-        """Whether what is kept can be read with the tenant's key only."""
+        """Whether sessions can be read with the tenant's key only."""
         return self._keyring.encrypt
 
     def load(self, tenant: str, name: str) -> Session | None:
         """The session; None if there is none of that name.
 
-        One that cannot be read stays where it is.
+        An unreadable one stays in place.
         """
         check_name(name)
         key = self._keyring.tenant(tenant)
@@ -81,10 +81,10 @@ class Sessions:
         return None
 
     def save(self, tenant: str, session: Session) -> Session:
-        """Keep the session, durably; as it is now, with its new revision.
+        """Keep the session, durably; returns it with its new revision.
 
         Raises SessionConflictError if it was saved by others, or removed, since this one was
-        loaded; and SessionError if it finds no room.
+        loaded; and SessionError if there is no room.
         """
         saved = replace(session, revision=secrets.token_hex(16))
         with _errors("kept"), self._locked() as root:
@@ -120,7 +120,7 @@ class Sessions:
         return False
 
     def names(self, tenant: str) -> list[str]:
-        """Names of the tenant's sessions, as far as they can be read."""
+        """Names of the tenant's readable sessions."""
         if tenant not in self._keyring.tenants():
             return []
         key = self._keyring.tenant(tenant)
@@ -132,15 +132,15 @@ class Sessions:
         return sorted(found)
 
     def forget(self, tenant: str) -> int:
-        """Remove all of the tenant's sessions, before its key is destroyed; how many.
+        """Remove all of the tenant's sessions, before its key is destroyed; returns how many.
 
         See also delete_tenant.
         """
         return self.delete_tenant(self._keyring.tenant(tenant).tag) if tenant in self._keyring.tenants() else 0
 
     def delete_tenant(self, tag: bytes) -> int:
-        """The same by the tenant's tag, for when its key is gone: nothing of that key is written
-        afterwards.
+        """The same by the tenant's tag, after its key is destroyed: no write with that key
+        follows.
         """
         with _errors("removed"), suppress(FileNotFoundError), self._locked(make=False) as root:
             with _opened_folder(tag.hex(), root) as folder:
@@ -165,7 +165,10 @@ class Sessions:
             return opened.read(MOST_SESSION_BYTES)
 
     def _check_room(self, root: int, new_bytes: int) -> None:
-        """The file that is replaced still counts: the limit holds at every moment."""
+        """Raise SessionError if the new file does not fit.
+
+        The file that is replaced still counts: the limit holds at every moment.
+        """
         with suppress(FileNotFoundError):
             os.unlink(TEMPORARY, dir_fd=root)
         needed = -(-new_bytes // FILE_SYSTEM_BLOCK_BYTES) * FILE_SYSTEM_BLOCK_BYTES + NEW_ENTRIES_BYTES
@@ -187,7 +190,7 @@ class Sessions:
 
     @contextmanager
     def _locked(self, *, make: bool = True) -> Iterator[int]:
-        """The folder of all sessions, while nobody else changes what is in it."""
+        """The folder of all sessions, locked against changes by others."""
         if make:
             self.store.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _opened_folder(self.store) as store:
@@ -212,8 +215,8 @@ def _opened_folder(path: Path | str, within: int | None = None) -> Iterator[int]
 
 
 def _sync_way_to(store: Path) -> None:
-    """The first session: folders above it may have been made a moment ago, and must outlive a loss
-    of power, too.
+    """Sync the folders above the first session: they may be new, and must survive a power loss,
+    too.
     """
     for folder in (store, *store.absolute().parents):
         with suppress(PermissionError), _opened_folder(folder) as opened:
@@ -257,7 +260,7 @@ def _names(folder: int) -> list[str]:
 
 
 def _taken_bytes(folder: int) -> int:
-    """Bytes of the disk that a folder takes, with all that is in it."""
+    """Disk space of a folder with all its content, in bytes."""
     taken = os.fstat(folder).st_blocks * 512
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -50,10 +50,10 @@ class SessionError(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A chat as it was left. It is not changed, but replaced.
+    """A saved chat. It is not changed, but replaced.
 
-    messages: as the OpenAI API writes them, oldest first.
-    token_ids: exactly what the model read and wrote last, prompt and answer.
+    messages: in the format of the OpenAI API, oldest first.
+    token_ids: exact ids of the model's last prompt and answer.
     model: digest of the weights that they belong to.
     revision: random, new at every save; "" for one that was never saved.
     """
@@ -68,13 +68,13 @@ class Session:
         check_name(self.name)
 
     def known_ids(self, model: str) -> tuple[int, ...]:
-        """Token ids that can be continued by this model; another one's mean nothing to it."""
+        """Token ids that this model can continue; another model's ids mean nothing to it."""
         return self.token_ids if model == self.model else ()
 
 
 @dataclass(frozen=True, slots=True)
 class SessionHeader:
-    """The first line: enough to list sessions and to see whether one changed."""
+    """The first line: enough to list sessions and to detect changes."""
 
     name: str
     revision: str
@@ -82,7 +82,7 @@ class SessionHeader:
 
     @classmethod
     def parse(cls, line: bytes) -> Self:
-        """Raises what parsing raises, and SessionError for a newer version."""
+        """Raises the errors of parsing, and SessionError for a newer version."""
         document = json.loads(line)
         version = document.pop(TITLE)
         if type(version) is int and version > VERSION:
@@ -100,7 +100,9 @@ def check_name(name: str) -> None:
 
 
 def file_name(key: TenantKey, name: str) -> str:
-    """Name of a session's file, which tells the session's name only to who has the tenant's key."""
+    """Name of a session's file, which hides the session's name from readers without the tenant's
+    key.
+    """
     secret = key.secret if key.secret is not None else key.salt.encode()
     return hmac.new(secret, field("kvire", b"session") + field("name", name.encode()), sha256).hexdigest()
 
@@ -154,12 +156,12 @@ def unpack(data: bytes, key: TenantKey, name: str) -> Session:
 
 
 def damaged() -> SessionError:
-    """The file is not what was written."""
+    """The file differs from what was written."""
     return SessionError("this session's file is damaged; remove the session, or go on under another name")
 
 
 def newer(version: int) -> SessionError:
-    """The file may be all right, but not for us."""
+    """The file has a newer format."""
     return SessionError(
         f"this session was written by a newer Kvire (version {version}); use that, or go on under another name"
     )

@@ -1,11 +1,10 @@
-"""What a tier promises.
-
-Implementable from this file alone; tests/store/test_contract.py holds every tier to it.
+"""The protocol of a tier. Implementable from this file alone; tests/store/test_contract.py checks
+it.
 
 A tier keeps frames (codec/frame.py) under BlockIds and never looks into them. All methods may be
-called from any thread. Three things can be wrong, and they stay apart: the block is not there
-(BlockMissing), the tier cannot say or not in time (TierUnavailable), or, as only the reader of a
-frame can tell, the bytes are damaged.
+called from any thread. Three failures are kept apart: the block is not there (BlockMissing), the
+tier cannot say or not in time (TierUnavailable), or, as only the reader of a frame can tell, the
+bytes are damaged.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,9 +21,10 @@ Buffer = memoryview  # one-dimensional, of bytes
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One stored block, for those who list, pin, check or clear. Times in seconds since the epoch.
+    """One stored block, for listing, pinning, checking or clearing. Times in seconds since the
+    epoch.
 
-    root, tenant_tag: which namespace and tenant it belongs to, as the tier knows it.
+    root, tenant_tag: its namespace and tenant, as known to the tier.
     expires: None for never.
     """
 
@@ -42,13 +42,12 @@ class Entry:
 
 @dataclass(slots=True)
 class TierStats:
-    """used_bytes, limit_bytes: what it takes now, and at most (None: no limit of ours).
+    """Space and counters of a tier. Counters only grow.
 
-    The rest only grows.
-
-    evictions: blocks that went, by reason: room, expired, forgotten, damaged, quota.
+    used_bytes, limit_bytes: current size, and its limit (None: no limit of ours).
+    evictions: removed blocks, by reason: room, expired, forgotten, damaged, quota.
     refused: writes that were not kept, by reason: full, pinned, quota, unavailable.
-    unavailable: times that the tier could not answer.
+    unavailable: calls that the tier could not answer.
     """
 
     used_bytes: int = 0
@@ -71,7 +70,7 @@ class Tier(Protocol):
 
     name: unique among the tiers of a store, for metrics.
     local: whether `held` answers within microseconds from an index on this machine; others are
-        asked only beside something else.
+        asked only in the background.
     """
 
     name: str
@@ -82,18 +81,19 @@ class Tier(Protocol):
         """Whether each block is here. Changes nothing, not even recency. Raises TierUnavailable."""
 
     def read(self, block_id: BlockId, buffers: Sequence[Buffer], timeout_s: float | None = None) -> int:
-        """Fill `buffers` in order with the block's frame; its length. Changes nothing but counters.
+        """Fill `buffers` in order with the block's frame; returns its length. Changes only
+        counters.
 
         Raises BlockMissing, TierUnavailable, or FrameDamaged("length") for a frame longer than the
-        buffers. What lies in the buffers after an error is undefined.
+        buffers. After an error the content of the buffers is undefined.
         """
 
     def write(self, record: BlockRecord, frame: Buffer, tenant_tag: bytes, *, ttl_s: float | None = None) -> bool:
-        """Keep a copy of `frame`, in place of what the id stood for before; False if it was not
-        kept (counted).
+        """Keep a copy of `frame`, in place of an earlier one of that id; False if not kept
+        (counted).
 
-        Readers see the old frame, the new one, or none: never a part. Makes room by evicting what
-        was unused longest, children before parents, nothing pinned. Raises TierUnavailable.
+        Readers see the old frame, the new one, or none: never a part. Makes room by evicting the
+        least recently used blocks, children before parents, nothing pinned. Raises TierUnavailable.
         """
 
     def touch(self, ids: Sequence[BlockId]) -> None:
@@ -103,16 +103,16 @@ class Tier(Protocol):
         """
 
     def delete(self, ids: Sequence[BlockId], reason: str) -> int:
-        """Remove blocks; how many were there. Raises TierUnavailable."""
+        """Remove blocks; returns how many were present. Raises TierUnavailable."""
 
     def delete_tenant(self, tenant_tag: bytes) -> int:
-        """Remove every block of a tenant; how many. Raises TierUnavailable."""
+        """Remove every block of a tenant; returns how many. Raises TierUnavailable."""
 
     def clear(self) -> int:
-        """Remove every block; how many. Raises TierUnavailable."""
+        """Remove every block; returns how many. Raises TierUnavailable."""
 
     def pin(self, ids: Sequence[BlockId], *, pinned: bool) -> int:
-        """Exempt blocks from eviction and expiry, or end that; how many are here.
+        """Exempt blocks from eviction and expiry, or end that; returns how many are present.
 
         Raises TierUnavailable.
         """
@@ -127,18 +127,18 @@ class Tier(Protocol):
         """Counters so far. Never raises, never waits."""
 
     def close(self) -> None:
-        """Give threads, files and sockets back. Idempotent."""
+        """Close threads, files and sockets. Idempotent."""
 
 
 @runtime_checkable
 class ReadsRuns(Protocol):
-    """A tier that reads several blocks in less time than one after the other."""
+    """A tier that reads several blocks faster together than one after the other."""
 
     def read_run(self, ids: Sequence[BlockId], buffers: Sequence[Sequence[Buffer]]) -> list[ReadOutcome]:
-        """As Tier.read for each block; what that would raise stands in its place.
+        """As Tier.read for each block; an error is returned in its place.
 
-        Unlike there, of a block that is written anew meanwhile parts of both frames may come: for
-        those who verify.
+        Unlike there, a block that is being rewritten may come with parts of both frames: for
+        callers that verify.
         """
 
 
@@ -147,23 +147,20 @@ class LendsFrames(Protocol):
     """A tier whose frames lie in this process's memory."""
 
     def lent(self, ids: Sequence[BlockId]) -> AbstractContextManager[list[Buffer | None]]:
-        """Frames to be read where they lie, and stay as they are until the end; None for those that
-        cannot be lent.
+        """Frames in place, valid until the end of the context; None for those that cannot be
+        lent.
         """
 
 
 @runtime_checkable
 class Prefetching(Protocol):
-    """A tier that reads faster when it is told in advance what will be read.
-
-    For those who load, not those who look.
-    """
+    """A tier that reads faster with advance notice. For loads, not for mere lookups."""
 
     def locate(self, ids: Sequence[BlockId]) -> list[bool]:
-        """As Tier.held, remembering for `prefetch` and for reads where the blocks lie."""
+        """As Tier.held, remembering the locations for `prefetch` and for reads."""
 
     def prefetch(self, ids: Sequence[BlockId]) -> None:
-        """These, which `locate` just found, will be read soon and in this order.
+        """These blocks, just found by `locate`, will be read soon and in this order.
 
         Never raises or waits.
         """

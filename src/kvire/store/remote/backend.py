@@ -1,9 +1,9 @@
-"""What a remote tier asks of the other side: named values. remote/redis.py and remote/objects.py
-give it.
+"""Interface between a remote tier and its server: named values (remote/redis.py,
+remote/objects.py).
 
-A block's value is a stamp and then its frame. The stamp says when it was written and when it
-expires, in milliseconds since the epoch, u64 little endian each; expiry 0 is never. It is there
-because some servers keep no such times.
+A block's value is a stamp and then its frame. The stamp holds the times of writing and expiry, in
+milliseconds since the epoch, u64 little endian each; expiry 0 is never. It is needed because some
+servers keep no such times.
 """
 
 import struct
@@ -33,8 +33,8 @@ def stamp(ttl_s: float | None) -> bytes:
 
 
 def stamped(value: bytes | Buffer) -> tuple[float, float | None]:
-    """When a value was written and when it expires, in seconds since the epoch; 0 and never if it
-    has no stamp.
+    """Times of writing and expiry of a value, in seconds since the epoch; 0 and never without a
+    stamp.
     """
     if len(value) < STAMP_BYTES:
         return 0.0, None
@@ -44,7 +44,7 @@ def stamped(value: bytes | Buffer) -> tuple[float, float | None]:
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One value as the other side knows it.
+    """One value, as known to the server.
 
     head: its first HEAD_BYTES, or fewer if it is shorter.
     expires: in seconds since the epoch, None for never.
@@ -57,18 +57,17 @@ class StoredObject:
 
 
 class Backend(Protocol):
-    """Named values on the other side.
+    """Named values on the server.
 
-    All methods raise TierUnavailable, by the deadline at the latest.
-
-    At most BATCH names in one call. Any thread.
+    At most BATCH names in one call, from any thread. All methods raise TierUnavailable, by the
+    deadline at the latest.
     """
 
     def exists(self, names: Sequence[str], deadline: Deadline) -> list[bool]:
         """Whether each name has a value; not even recency changes."""
 
     def get(self, name: str, buffers: Sequence[Buffer], deadline: Deadline) -> int:
-        """Fill `buffers` in order; the value's length.
+        """Fill `buffers` in order; returns the value's length.
 
         Raises BlockMissing, FrameDamaged("length" or "type").
         """
@@ -76,25 +75,26 @@ class Backend(Protocol):
     def put(self, name: str, value: Value, ttl_s: float | None, deadline: Deadline) -> str | None:
         """Keep the value, in place of an older one, in one step.
 
-        Why not ("full" or "refused"), or None.
+        Returns the reason of a refusal ("full" or "refused"), or None.
         """
 
     def touch(self, names: Sequence[str], ttl_s: float | None, deadline: Deadline) -> None:
-        """The values were used, the last one last; they live for `ttl_s` from now on unless they
-        live for ever.
+        """The values were used, the last one last.
+
+        They live for `ttl_s` from now on, unless they have no expiry.
         """
 
     def keep(self, names: Sequence[str], ttl_s: float | None, deadline: Deadline) -> None:
         """The values live for `ttl_s` from now on, or for ever."""
 
     def remove(self, names: Sequence[str], deadline: Deadline) -> None:
-        """The names have no value any more."""
+        """Remove the values of these names."""
 
     def names(self, prefix: str, timeout_s: float) -> Iterator[list[str]]:
-        """All names that begin with it, a batch per `timeout_s` at the latest."""
+        """All names with that prefix, a batch per `timeout_s` at the latest."""
 
     def describe(self, names: Sequence[str], deadline: Deadline) -> list[StoredObject]:
-        """Those of the values that there are, expired ones too as long as they take room."""
+        """The existing values among these names, expired ones too as long as they take room."""
 
     def close(self) -> None:
-        """Give threads and sockets back."""
+        """Close threads and sockets."""

@@ -1,4 +1,4 @@
-"""How long a call may still take."""
+"""Remaining time of a call."""
 
 from time import monotonic
 
@@ -6,7 +6,7 @@ from kvire.core.errors import TierUnavailable
 
 
 class Deadline:
-    """The end of one call, whatever the other side does meanwhile. On the monotonic clock."""
+    """The end of one call, however slow the server is. On the monotonic clock."""
 
     __slots__ = ("_end", "timeout_s")
 
@@ -15,7 +15,7 @@ class Deadline:
         self._end = monotonic() + timeout_s
 
     def left_s(self) -> float:
-        """Seconds left, more than 0. Raises TierUnavailable when there are none."""
+        """Seconds left, more than 0. Raises TierUnavailable if there are none."""
         left = self._end - monotonic()
         if left <= 0:
             raise TierUnavailable(f"no answer within {self.timeout_s:g} s")

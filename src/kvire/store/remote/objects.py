@@ -1,11 +1,11 @@
-"""Blocks in an object store: S3 and what speaks like it, Google's, Azure's, a shared folder, or
-memory for trials.
+"""Blocks in an object store: S3 and compatible ones, Google's, Azure's, a shared folder, or memory
+for trials.
 
-An object per block, whose content is the whole frame; a put replaces it at once or not at all.
-obstore does the talking, in a thread of its own with an event loop, so that each call can be given
-up at its deadline whatever the store does. Nobody over there knows when an object was used, so a
-block's time to live counts from when it was written; an expired one counts as not there, but is
-listed and takes room until somebody removes it, or a lifecycle rule of the bucket does.
+An object per block, with the whole frame as content; a put replaces it at once or not at all.
+obstore handles the protocol, in a thread of its own with an event loop, so that each call can be
+given up at its deadline whatever the store does. The store does not record uses, so a block's time
+to live counts from its write; an expired one counts as missing, but is listed and takes room until
+it is removed by a call or a lifecycle rule of the bucket.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class ObjectBackend:
         return length
 
     def put(self, name: str, value: Value, ttl_s: float | None, deadline: Deadline) -> str | None:
-        """PUT, of a copy: the request may outlive a deadline, and with it the caller's claim on
+        """PUT, of a copy: the request may outlive a deadline, and with it the caller's right to
         `value`.
         """
         del ttl_s  # the stamp says it
@@ -65,13 +65,13 @@ class ObjectBackend:
         return None
 
     def touch(self, names: Sequence[str], ttl_s: float | None, deadline: Deadline) -> None:
-        """Nothing: an object store does not know when an object was used."""
+        """Nothing: an object store does not record uses."""
 
     def keep(self, names: Sequence[str], ttl_s: float | None, deadline: Deadline) -> None:
-        """Nothing: the mark that goes with a pin is what counts."""
+        """Nothing: the mark of a pin is enough."""
 
     def remove(self, names: Sequence[str], deadline: Deadline) -> None:
-        """One request for many where the store has that."""
+        """One request for many where the store supports that."""
         self._run(self._remove(list(names)), deadline)
 
     def names(self, prefix: str, timeout_s: float) -> Iterator[list[str]]:
@@ -86,7 +86,7 @@ class ObjectBackend:
         return [stored for stored in found if stored is not None]
 
     def close(self) -> None:
-        """End the thread, and with it what is under way. Idempotent."""
+        """End the thread, and with it all requests in progress. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -158,7 +158,7 @@ class ObjectBackend:
     def _run(self, work: Coroutine[Any, Any, T], deadline: Deadline) -> T:
         """The outcome of `work`, which is given up at the deadline.
 
-        Whatever goes wrong with it is TierUnavailable.
+        Every error becomes TierUnavailable.
         """
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._running_loop())
@@ -196,11 +196,10 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class FolderBackend(ObjectBackend):
-    """Objects as files of a folder that others share the disk of: readable and writable by their
-    owner only.
+    """Objects as files of a folder on a shared disk: readable and writable by their owner only.
 
-    The store itself makes them as the umask says; so the folder above all of them is closed before
-    anything lies there.
+    The store itself applies the umask; so the folder above all files is closed to others before
+    anything is written there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -238,7 +237,5 @@ async def _next(listing: Any) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    """The messages of obstore go on with whole responses and requests, which are nobody's
-    business.
-    """
+    """The first line of obstore's message; the rest holds whole responses and requests."""
     return (str(error).partition("\n")[0] or type(error).__name__)[:300]

@@ -20,12 +20,11 @@ def open_remote(
 ) -> RemoteTier:
     """The tier of a URL; its name is the URL without user, password and options.
 
-    Raises ConfigError.
+    timeout_s: default of its calls.
+    ttl_s: how long a block lives after a use; in an object store, after its write.
+    probe_after_s: time until a failing tier is asked again.
 
-    timeout_s: for each call that does not bring its own.
-    ttl_s: how long a block lives on after a use; not in an object store, where it lives as long as
-        it was written for.
-    probe_after_s: how soon a failing tier is asked again.
+    Raises ConfigError.
     """
     try:
         parts = urlsplit(url)
@@ -38,5 +37,5 @@ def open_remote(
 
 
 def shown(parts: SplitResult) -> str:
-    """The URL without what is secret in it: for names, messages and metrics."""
+    """The URL without secrets: for names, messages and metrics."""
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -1,9 +1,8 @@
-"""Blocks in Redis or Valkey, one server or a cluster: a key per block, whose value is the whole
-frame.
+"""Blocks in Redis or Valkey, one server or a cluster: a key per block, with the whole frame as
+value.
 
-A read goes from the socket straight into the caller's buffers, at two thirds of what a bare socket
-gives (docs/adr/0014-remote-tiers.md). What is evicted, and when, is the server's
-`maxmemory-policy`.
+A read goes from the socket straight into the caller's buffers, at two thirds of the speed of a bare
+socket (docs/adr/0014-remote-tiers.md). The server's `maxmemory-policy` controls eviction.
 """
 
 import time
@@ -41,7 +40,7 @@ class RedisBackend:
         return reply
 
     def put(self, name: str, value: Value, ttl_s: float | None, deadline: Deadline) -> str | None:
-        """SET. A block that lives for ever because it is pinned does so afterwards, too."""
+        """SET. A pinned block without expiry keeps having none."""
         if ttl_s is None:
             return _refusal(self._one(name, command_with_value(("SET", name), value), deadline))
         life = ("PX", _milliseconds(ttl_s))
@@ -52,7 +51,9 @@ class RedisBackend:
         return "refused" if reply is None else _refusal(reply)
 
     def touch(self, names: Sequence[str], ttl_s: float | None, deadline: Deadline) -> None:
-        """TOUCH; a pinned block, without expiry, counts as living longest, so GT leaves it so."""
+        """TOUCH; a pinned block, without expiry, counts as living longest, so GT leaves it
+        unchanged.
+        """
         self._each("TOUCH", names, (), deadline)
         if ttl_s is not None:
             self._each("PEXPIRE", names, (_milliseconds(ttl_s), "GT"), deadline)
@@ -70,9 +71,7 @@ class RedisBackend:
             _whole(reply)
 
     def names(self, prefix: str, timeout_s: float) -> Iterator[list[str]]:
-        """SCAN of every node that owns slots; a name that it tells twice, as it may, is told
-        once.
-        """
+        """SCAN of every node that owns slots, without the duplicates that SCAN may return."""
         for server in self._nodes.primaries(Deadline(timeout_s)):
             cursor, found, told = "0", list[str](), set[str]()
             while True:
@@ -86,7 +85,7 @@ class RedisBackend:
                     break
 
     def describe(self, names: Sequence[str], deadline: Deadline) -> list[StoredObject]:
-        """STRLEN, PTTL and GETRANGE; a server older than Redis 7.2 takes that for a use."""
+        """STRLEN, PTTL and GETRANGE; a server older than Redis 7.2 counts that as a use."""
         sizes = self._each("STRLEN", names, (), deadline)
         lives_ms = self._each("PTTL", names, (), deadline)
         heads = self._each("GETRANGE", names, (0, HEAD_BYTES - 1), deadline)

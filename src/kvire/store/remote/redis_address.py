@@ -1,4 +1,4 @@
-"""Where a server is reached, and connecting to it before a deadline."""
+"""Address of a server, and connecting to it before a deadline."""
 
 import contextlib
 import socket
@@ -12,7 +12,7 @@ _SocketAddress: TypeAlias = tuple[str | int, ...] | tuple[int, bytes]  # as sock
 
 
 class Address:
-    """Host and port, or the path of a Unix socket (port 0), and what the name last stood for."""
+    """Host and port, or the path of a Unix socket (port 0), and its last resolution."""
 
     def __init__(self, host: str, port: int) -> None:
         self.host = host
@@ -38,10 +38,10 @@ class Address:
         raise TierUnavailable(f"the name {self.host} cannot be resolved")
 
     def _resolve(self, deadline: Deadline) -> list[tuple[socket.AddressFamily, _SocketAddress]]:
-        """Asking for a name's addresses cannot be given a time, so a thread asks; the old ones
-        serve meanwhile.
+        """Addresses of the name.
 
-        There is one such thread at most, and it ends when the system's resolver gives up.
+        The system's resolver has no timeout, so a thread asks it; the old addresses serve
+        meanwhile. There is one such thread at most, and it ends when the resolver gives up.
         """
         with self._lock:
             if self._resolving is None or not self._resolving.is_alive():

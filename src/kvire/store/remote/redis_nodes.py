@@ -1,6 +1,4 @@
-"""Which server answers for a key: one server, or the nodes of a cluster; and the idle connections
-to each.
-"""
+"""The server of each key: one server, or the nodes of a cluster; and idle connections to each."""
 
 import binascii
 import threading
@@ -19,9 +17,7 @@ SLOTS = 1 << 14
 
 
 def slot_of(key: str) -> int:
-    """A cluster's slot of a key without braces: CRC-16/XMODEM, as the cluster specification
-    says.
-    """
+    """A cluster's slot of a key without braces: CRC-16/XMODEM, by the cluster specification."""
     return binascii.crc_hqx(key.encode(), 0) % SLOTS
 
 
@@ -39,7 +35,7 @@ class RedisServer:
     def wire(self, deadline: Deadline) -> Iterator[Wire]:
         """A connection for one exchange.
 
-        If that raises, it is closed: half a reply may still be under way.
+        An error closes it: half a reply may still arrive.
         """
         wire = self._take() or Wire.connect(self.address, self._login, deadline)
         try:
@@ -50,7 +46,7 @@ class RedisServer:
         self._give(wire)
 
     def close(self) -> None:
-        """Close idle connections now and those in use afterwards."""
+        """Close idle connections now and used ones after their use."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -78,8 +74,8 @@ class RedisServer:
 class Nodes:
     """The servers behind one URL. Thread-safe; opens nothing before the first call.
 
-    cluster: whether keys are spread over many by their slot; then `addresses` are those to ask for
-        the others.
+    cluster: whether keys are spread over many nodes by their slot; `addresses` are then the first
+        nodes to ask for the others.
     """
 
     def __init__(self, addresses: Sequence[Address], login: Login, *, cluster: bool) -> None:
@@ -113,7 +109,7 @@ class Nodes:
         return replies
 
     def fetch(self, key: str, buffers: Sequence[Buffer], deadline: Deadline) -> int | ReplyError | None:
-        """The value of a key into `buffers`, as Wire.read_value says."""
+        """Read the value of a key into `buffers`, as Wire.read_value does."""
         request = (command("GET", key),)
         with self._noticing_failures(), self._server(key, deadline).wire(deadline) as wire:
             wire.send(request, deadline)
@@ -125,7 +121,7 @@ class Nodes:
         return reply
 
     def primaries(self, deadline: Deadline) -> list[RedisServer]:
-        """All servers that keys are listed from."""
+        """All servers to list keys from."""
         if not self._cluster:
             return list(self._servers.values())
         self._refresh_if_stale(deadline)
@@ -153,7 +149,7 @@ class Nodes:
         buffers: Sequence[Buffer] | None,
         deadline: Deadline,
     ) -> Reply:
-        """Ask where the cluster said: the slot has moved, or is moving."""
+        """Follow a redirection of the cluster: the slot has moved, or is moving."""
         for _ in range(MAX_REDIRECTS):
             with self._noticing_failures(), server.wire(deadline) as wire:
                 if error.code == "ASK":
@@ -167,7 +163,7 @@ class Nodes:
         raise TierUnavailable(f"the cluster sends from node to node: {error.text}")
 
     def _redirected(self, error: ReplyError) -> RedisServer | None:
-        """Where "MOVED slot host:port" or "ASK slot host:port" sends us; None for any other
+        """The target of "MOVED slot host:port" or "ASK slot host:port"; None for any other
         error.
         """
         words = error.text.split(" ")
@@ -184,8 +180,8 @@ class Nodes:
 
     @contextmanager
     def _noticing_failures(self) -> Iterator[None]:
-        """A node that does not answer may have been replaced: the next call asks who serves
-        what.
+        """Refresh the table of nodes after a failure: a node without an answer may have been
+        replaced.
         """
         try:
             yield
@@ -194,7 +190,7 @@ class Nodes:
             raise
 
     def _refresh_if_stale(self, deadline: Deadline) -> None:
-        """Ask one server after the other who serves what, those that were known to serve first."""
+        """Refresh the table from any server, previously known primaries first."""
         if not self._stale:
             return
         with self._lock:
@@ -221,8 +217,9 @@ class Nodes:
             server.close()
 
     def _table(self, ranges: Reply, asked: RedisServer) -> dict[int, RedisServer]:
-        """Server by slot, from the reply to CLUSTER SLOTS: [[first, last, [host, port, ...],
-        replicas...], ...].
+        """Server by slot, from the reply to CLUSTER SLOTS.
+
+        The reply is [[first, last, [host, port, ...], replicas...], ...].
         """
         by_slot: dict[int, RedisServer] = {}
         match ranges:

@@ -1,10 +1,9 @@
-"""One connection to a Redis or Valkey server: connect, log in, send, and read replies within a
-deadline.
+"""One connection to a Redis or Valkey server: connect, log in, send, and read replies in time.
 
 Written for a server that may be slow, dying or lying: every byte of connecting, handshake and reply
 counts against the one deadline, a length is checked before anything is allocated, and large values
 go from the socket straight into the caller's buffers. After any error in here the connection must
-be closed: what comes next on it is not known.
+be closed: its next bytes are not known.
 """
 
 import select
@@ -29,7 +28,7 @@ MAX_ITEMS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class ReplyError:
-    """What the server says instead of an answer; the connection is fine.
+    """An error reply of the server; the connection stays usable.
 
     code: its first word.
     """
@@ -47,9 +46,9 @@ Reply: TypeAlias = "int | str | bytes | ReplyError | list[Reply] | None"
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """How to get from an address to a usable connection.
+    """Credentials and options for a usable connection. The repr reveals no secret.
 
-    tls: None for plain TCP. The repr tells no secret.
+    tls: None for plain TCP.
     """
 
     username: str | None = None
@@ -62,13 +61,13 @@ class Login:
 
 
 def command(*parts: bytes | str | int) -> bytes:
-    """One command as the server reads it."""
+    """One command in the server's format."""
     encoded = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
     return b"*%d\r\n%b" % (len(encoded), b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in encoded))
 
 
 def command_with_value(head: Sequence[bytes | str], value: Value, tail: Sequence[bytes | str | int] = ()) -> Request:
-    """One command with a large part that is sent from where it lies."""
+    """One command with a large part that is sent without a copy."""
     before = command(*head).partition(b"\r\n")[2]
     after = command(*tail).partition(b"\r\n")[2]
     length = sum(len(part) for part in value)
@@ -108,7 +107,7 @@ class Wire:
         return wire
 
     def is_idle(self) -> bool:
-        """Whether nothing came in unasked: neither bytes nor the end of the connection."""
+        """Whether nothing arrived unasked: neither bytes nor the end of the connection."""
         if self._start < self._end:
             return False
         return not self._incoming.poll(0)
@@ -118,7 +117,7 @@ class Wire:
         self._sock.close()
 
     def send(self, parts: Request, deadline: Deadline) -> None:
-        """All of it. Raises TierUnavailable."""
+        """Send everything. Raises TierUnavailable."""
         try:
             for part in parts:
                 self._sock.settimeout(deadline.left_s())  # for the part as a whole
@@ -127,9 +126,9 @@ class Wire:
             raise _broken(error, deadline) from error
 
     def read_reply(self, deadline: Deadline, depth: int = 0) -> Reply:
-        """Any reply but a large value.
+        """Read any reply but a large value.
 
-        Raises TierUnavailable, also for what no honest server sends.
+        Raises TierUnavailable, also for a malformed reply.
         """
         line = self._read_line(deadline)
         kind, rest = line[:1], line[1:]
@@ -156,8 +155,8 @@ class Wire:
         raise _no_redis(line)
 
     def read_value(self, buffers: Sequence[Buffer], deadline: Deadline) -> int | ReplyError | None:
-        """Fill `buffers` in order with a value; its length, None if there is none, or what the
-        server says instead.
+        """Fill `buffers` in order with a value; returns its length, None without one, or an error
+        reply.
 
         Raises FrameDamaged("length") before it reads a value that is longer than the buffers, or
         TierUnavailable.
@@ -216,7 +215,7 @@ class Wire:
         self._start += 2
 
     def _fill(self, deadline: Deadline) -> None:
-        """Receive a little more behind what is there."""
+        """Receive a few more bytes after the present ones."""
         if self._start == self._end:
             self._start = self._end = 0
         elif self._start:

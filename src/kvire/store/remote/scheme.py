@@ -1,4 +1,4 @@
-"""The protocol of a kind of remote tier, and the kinds there are: one per file of the folder
+"""The protocol of a kind of remote tier, and the known kinds: one per file of the folder
 schemes.
 """
 
@@ -17,9 +17,9 @@ FOLDER = "kvire.store.remote.schemes"
 class Scheme(Protocol):
     """Turns URLs into backends. A file of the folder has one, called SCHEME.
 
-    schemes: with which its URLs begin, without "://".
+    schemes: URL schemes, without "://".
     example: a short URL, for help texts.
-    bytes_per_s: about what it gives one machine, by which its codec is chosen.
+    bytes_per_s: approximate bandwidth for one machine, by which its codec is chosen.
     """
 
     schemes: tuple[str, ...]
@@ -27,20 +27,21 @@ class Scheme(Protocol):
     bytes_per_s: float
 
     def make(self, url: SplitResult, name: str, options: Mapping[str, str]) -> Backend:
-        """The other side of a URL; asks it nothing.
+        """The backend of a URL; sends no request.
 
-        Packages that not everybody has are imported here.
+        Optional packages are imported here.
 
         url: begins with one of `schemes`.
         name: the URL without secrets, for messages.
-        options: what stands behind its question mark.
+        options: the query part of the URL.
+
         Raises ConfigError.
         """
 
 
 @cache
 def schemes() -> tuple[Scheme, ...]:
-    """All, fastest first. Two that take the same URLs are an error of ours."""
+    """All schemes, fastest first. Two for the same URLs are a bug of ours."""
     found: list[Scheme] = parts(FOLDER, "SCHEME")
     taken = [scheme for each in found for scheme in each.schemes]
     assert len(set(taken)) == len(taken), "a URL is one kind's"
@@ -54,7 +55,7 @@ def examples() -> str:
 
 
 def scheme_of(asked: str) -> Scheme:
-    """The kind of remote tier whose URLs begin so. Raises ConfigError, which lists all."""
+    """The kind of remote tier for URLs of that scheme. Raises ConfigError, which lists all."""
     for each in schemes():
         if asked in each.schemes:
             return each

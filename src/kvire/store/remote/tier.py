@@ -1,9 +1,9 @@
-"""A tier on another machine: what all of them do alike. remote/redis.py and remote/objects.py are
-its two backends.
+"""A tier on another machine: the common part, over the backends remote/redis.py and
+remote/objects.py.
 
-Each block is one value, a short stamp and the whole frame, under a name that its BlockId alone
-decides; there is nothing beside it that could be lost without it (docs/adr/0014-remote-tiers.md).
-Names are digests: they tell nothing about prompts.
+Each block is one value, a short stamp and the whole frame, under a name that depends on its BlockId
+alone; there is no other data that could be lost separately (docs/adr/0014-remote-tiers.md). Names
+are digests: they reveal nothing about prompts.
 """
 
 import re
@@ -28,11 +28,11 @@ _BLOCK_NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})-(0|[1-9][0-9]{0,4})")
 
 
 class RemoteTier:
-    """The Tier over a Backend, behind a circuit breaker.
+    """The Tier over a Backend, behind a circuit breaker. Opens nothing before the first call.
 
-    timeout_s: for calls that do not say.
-    ttl_s: how long `touch` and the end of a pin let a block live on; blocks written with another
-        one keep it until then. Opens nothing before the first call.
+    timeout_s: default of calls.
+    ttl_s: how long a block lives after `touch` and after the end of a pin; blocks written with
+        another ttl keep it until then.
     """
 
     kind = TierKind.REMOTE
@@ -57,7 +57,7 @@ class RemoteTier:
 
     @property
     def health(self) -> Health:
-        """Whether calls go through, and since how many failures."""
+        """Whether calls go through, and the failures in a row."""
         return self._breaker.health
 
     def held(self, ids: Sequence[BlockId], timeout_s: float | None = None) -> list[bool]:
@@ -70,7 +70,7 @@ class RemoteTier:
         return found
 
     def read(self, block_id: BlockId, buffers: Sequence[Buffer], timeout_s: float | None = None) -> int:
-        """As Tier says; FrameDamaged("type") if somebody else's value has the block's name."""
+        """As Tier says; FrameDamaged("type") if another program's value has the block's name."""
         with self._guarded("read"):
             before = memoryview(bytearray(STAMP_BYTES))
             length = self._backend.get(block_name(block_id), [before, *buffers], self._deadline(timeout_s))
@@ -81,7 +81,7 @@ class RemoteTier:
         return length
 
     def write(self, record: BlockRecord, frame: Buffer, tenant_tag: bytes, *, ttl_s: float | None = None) -> bool:
-        """As Tier says, but that room is made by the other side, by its own rules."""
+        """As Tier says, but the server evicts by its own rules."""
         del tenant_tag  # the frame's header holds it
         with self._guarded("write"):
             value = (stamp(ttl_s), frame)
@@ -115,8 +115,9 @@ class RemoteTier:
         return count
 
     def delete_tenant(self, tenant_tag: bytes) -> int:
-        """As Tier says, by the headers of all frames: their number decides how long it takes, not
-        the timeout.
+        """As Tier says, by the headers of all frames.
+
+        Their number decides how long it takes, not the timeout.
         """
         count = 0
         with self._guarded("delete_tenant"):
@@ -128,7 +129,7 @@ class RemoteTier:
         return count
 
     def clear(self) -> int:
-        """As Tier says; what is not Kvire's stays."""
+        """As Tier says; other programs' values stay."""
         count = 0
         with self._guarded("clear"):
             for names in self._backend.names(BLOCKS, self._timeout_s):
@@ -136,7 +137,7 @@ class RemoteTier:
         return count
 
     def pin(self, ids: Sequence[BlockId], *, pinned: bool) -> int:
-        """As Tier says for expiry. Whether the other side evicts them is its own setting."""
+        """As Tier says for expiry. The server's own settings decide about eviction."""
         with self._guarded("pin"):
             count = 0
             for names in _batches(map(block_name, ids)):
@@ -153,10 +154,10 @@ class RemoteTier:
             return count
 
     def entries(self) -> Iterator[Entry]:
-        """As Tier says, but that the last use is not known: `used` is when the block was written.
+        """As Tier says, but the last use is not known: `used` is the time of the write.
 
-        A value that cannot be a frame is listed with an empty parent, root and tag; what an object
-        store keeps beyond its time, with an expiry in the past.
+        A value that cannot be a frame is listed with an empty parent, root and tag; an object past
+        its time, with an expiry in the past.
         """
         with self._guarded("entries"):
             pins = {name for names in self._backend.names(PINS, self._timeout_s) for name in names}
@@ -187,7 +188,7 @@ class RemoteTier:
 
     @contextmanager
     def _guarded(self, kind: str) -> Iterator[None]:
-        """One call: refused while the breaker is open, and its outcome told to the breaker."""
+        """One call: refused while the breaker is open; its outcome is reported to the breaker."""
         try:
             self._breaker.check()
         except TierUnavailable:
@@ -212,7 +213,7 @@ class RemoteTier:
         self._backend.exists([BLOCKS + "probe"], Deadline(self._timeout_s))
 
     def _remove(self, names: Sequence[str], reason: str, deadline: Deadline) -> int:
-        """Remove blocks that are there, and their pins; how many blocks."""
+        """Remove present blocks, and their pins; returns how many blocks."""
         if names:
             self._backend.remove(names, deadline)
             self._backend.remove([_pin_name(name) for name in names], deadline)
@@ -222,7 +223,7 @@ class RemoteTier:
 
 
 def block_name(block_id: BlockId) -> str:
-    """Where a block lies: two hex digits first, so that a folder of files never has to hold all of
+    """Name of a block's value: two hex digits first, so that no folder of files holds all of
     them.
     """
     digits = block_id.key.hex()
@@ -230,7 +231,7 @@ def block_name(block_id: BlockId) -> str:
 
 
 def block_of(name: str) -> BlockId | None:
-    """The block of that name, or None if it is no block's."""
+    """The block of that name; None for any other name."""
     match = _BLOCK_NAME.fullmatch(name.removeprefix(BLOCKS))
     if match is None or block_name(block_id := BlockId(BlockKey(bytes.fromhex(match[1])), int(match[2]))) != name:
         return None
@@ -242,7 +243,7 @@ def _pin_name(name: str) -> str:
 
 
 def _header(value: StoredObject) -> Header | None:
-    """Unchecked: who reads the frame finds out whether it is true.
+    """Unchecked header: reading the frame verifies it.
 
     None for a value that cannot be a frame of ours.
     """
