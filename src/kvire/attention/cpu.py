@@ -217,8 +217,7 @@ class DeterministicNativeAttention(NativeAttention):
 def best_attention(kind: str = "auto", *, deterministic: bool = False, kv_dtype: str = "float32") -> PortableAttention:
     """The backend named `kind`: "native", "portable", or "auto", native where available.
 
-    deterministic: the backend of that kind whose rows have the same bits in whatever step they are
-        computed.
+    deterministic: the backend of that kind whose rows have the same bits in every step.
 
     Raises ConfigError for another name, and for "native" if the kernels were not built or do not
     know the dtype.

@@ -128,7 +128,7 @@ class BlockPool:
         self._remembered: OrderedDict[int, Block] = OrderedDict()  # by id, longest unused first
         self._index: dict[BlockKey, Block] = {}
         self._children: dict[BlockKey, dict[BlockKey, None]] = {}  # parent or root -> indexed keys, in order
-        self._evicted: OrderedDict[BlockKey, None] = OrderedDict()  # what evictions forgot, newest last
+        self._evicted: OrderedDict[BlockKey, None] = OrderedDict()  # evicted keys, newest last
 
     @property
     def num_free(self) -> int:

@@ -52,8 +52,8 @@ class GroupedPool:
             BlockPool(count, block_size) if group.window is None else WindowPool(count, block_size, group.window)
             for group, count in zip(groups, num_blocks, strict=True)
         ]
-        # What is remembered longest comes first: a window group holds no more prefixes than a full
-        # one.
+        # The group that remembers longest comes first: a window group holds no more prefixes than a
+        # full one.
         self._by_reach = sorted(self.pools, key=lambda pool: isinstance(pool, WindowPool))
 
     @property

@@ -17,7 +17,7 @@ def quantise(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor
     scales = x.abs().amax(-1) / largest
     # Below the normal numbers, whose quotients are exact enough, a row is as good as zero.
     scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
-    # 0 / 0 and inf / inf: any number will do, since the scale says what it is worth.
+    # 0 / 0 and inf / inf: any number will do, since the scale decides its value.
     steps = (x / scales.unsqueeze(-1)).nan_to_num_(0.0, 0.0, 0.0)
     return (steps if dtype.is_floating_point else steps.round_()).to(dtype), scales
 

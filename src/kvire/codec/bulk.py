@@ -13,7 +13,7 @@ from kvire.codec.buffers import BytesLike
 from kvire.core.native import native_module
 
 DIGEST_BYTES = 16
-LEAST_HASHED_BYTES, MOST_HEAD_BYTES = 256, 256  # what the kernel takes
+LEAST_HASHED_BYTES, MOST_HEAD_BYTES = 256, 256  # limits of the kernel
 
 
 def checksums(pieces: Sequence[tuple[bytes, BytesLike]]) -> list[bytes]:

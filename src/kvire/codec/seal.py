@@ -153,6 +153,6 @@ class SealSession:
             return self._id, self._count
 
 
-SESSION = SealSession()  # one per process: what makes a nonce unique must not depend on who holds which object
+SESSION = SealSession()  # one per process: nonces must be unique across all objects that seal
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=SESSION.renew)

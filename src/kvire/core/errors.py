@@ -1,4 +1,4 @@
-"""Errors that a user can meet. Each message says what is wrong and what to do about it.
+"""Errors that a user can meet. Each message names the problem and its remedy.
 
 `assert` is for our own bugs; these exceptions are for mistakes and limits outside the code.
 """
@@ -43,12 +43,12 @@ class StoreError(KvireError):
     """
 
 
-class BlockMissing(KvireError):  # noqa: N818 - not an error of anybody: an ordinary answer of a tier
+class BlockMissing(KvireError):  # noqa: N818 - no error: an ordinary answer of a tier
     """A tier does not hold the requested block (any more)."""
 
 
 class TierUnavailable(KvireError):  # noqa: N818 - as above
-    """A tier cannot answer now, or not in time. Nothing is known about what it holds."""
+    """A tier cannot answer now, or not in time. Its content is unknown."""
 
 
 class FrameDamaged(KvireError):  # noqa: N818 - as above

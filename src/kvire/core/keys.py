@@ -57,7 +57,7 @@ class Namespace:
         """Parent of every sequence's first block."""
         digest = sha256(field("kvire", b"namespace"))
         for f in fields(self):
-            if f.name != "build" or self.build:  # keys from before there was this field stay what they were
+            if f.name != "build" or self.build:  # keys older than this field stay the same
                 digest.update(field(f.name, str(getattr(self, f.name)).encode("utf-8")))
         return BlockKey(digest.digest())
 

@@ -1,4 +1,4 @@
-"""Where a prompt's KV came from, and why the rest had to be computed."""
+"""Sources of a prompt's KV, and why the rest had to be computed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,9 +8,9 @@ from kvire.core.tier_kind import LoadedTokens, every_kind
 
 
 class MissReason(StrEnum):
-    """Why reuse ended where it did.
+    """Why reuse ended.
 
-    COMPLETE: all that could be reused was (in deterministic mode, full blocks).
+    COMPLETE: every reusable token was reused (in deterministic mode, full blocks).
     """
 
     COMPLETE = "complete"
@@ -21,7 +21,7 @@ class MissReason(StrEnum):
     EVICTED = "evicted"  # was remembered, had to make room
     NEVER_STORED = "never_stored"  # no remembered prompt starts like this
     OTHER_NAMESPACE = "other_namespace"  # stored under another model, dtype, block size, ...: `miss_detail` names them
-    DAMAGED = "damaged"  # was stored, but its bytes are not what was written
+    DAMAGED = "damaged"  # was stored, but its bytes were damaged since
     UNAVAILABLE = "unavailable"  # the tier that may have it did not answer in time
     SLOWER = "slower_than_recomputing"  # is stored, but computing it was the faster way
 
@@ -67,7 +67,7 @@ class CacheReport(LoadedTokens):
         return self.device_tokens + sum(self.loaded_tokens.values())
 
     def counts(self) -> dict[str, int]:
-        """What adds up over prompts, by its name in JSON."""
+        """Counts that add up over prompts, by their name in JSON."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,

@@ -52,9 +52,10 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """What one model keeps per token.
+    """KV of one model per token.
 
-    dtype: a key of KV_DTYPES; block_size in tokens.
+    dtype: a key of KV_DTYPES.
+    block_size: in tokens.
     """
 
     groups: tuple[KVGroup, ...]
@@ -90,7 +91,7 @@ class KVSpec:
 def group_text(kind: str, layers: str, rest: str, window: int | None) -> str:
     """One group of layers in a namespace's spec.
 
-    rest: what else decides where its bytes lie;
+    rest: other parts of its memory layout.
     window: in tokens.
     """
     return f"{kind} layers={layers} {rest} window={window or 0}"

@@ -139,7 +139,7 @@ class EngineClient:
                     self._deliver(self.engine.step())
                 else:
                     self._wake.wait()
-        except Exception as error:  # whatever it is, every waiting caller must hear of it
+        except Exception as error:  # any error must reach every waiting caller
             log.exception("the engine stopped")
             self._fail(f"the engine stopped: {type(error).__name__}: {error}")
 
@@ -166,7 +166,7 @@ class EngineClient:
             route.put(EngineClosedError(self._failure))
 
 
-# Torch aborts the process if a thread is inside it while the interpreter goes away.
+# Torch aborts the process if a thread is inside it while the interpreter shuts down.
 _started: WeakSet[EngineClient] = WeakSet()
 
 
@@ -187,5 +187,5 @@ class LoopRoute:
         """See Route."""
         try:
             self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
-        except RuntimeError:  # the loop is closed: nobody listens any more
+        except RuntimeError:  # the loop is closed: no listener is left
             log.debug("output after the event loop closed")

@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-REPLACEMENT = "\ufffd"  # what decoding shows for bytes that are no complete character (yet)
+REPLACEMENT = "\ufffd"  # decoded from bytes that are no complete character (yet)
 # Context kept in front of new ids, so that spaces and joins come out as in the whole text.
 CONTEXT_TOKENS = 6
-# A character has 4 bytes: what has not become text after so many ids never will.
+# A character has at most 4 bytes: ids that are no text after this many never will be.
 LONG_WINDOW_TOKENS = 64
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 

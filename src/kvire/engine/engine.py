@@ -42,7 +42,8 @@ from kvire.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
 
-# A guess until then, for SmolLM2's size on two cores: what a load has to beat the first time.
+# Before the first measurement: a guess for the size of SmolLM2 on two cores, which the first load
+# must beat.
 PREFILL_TOKEN_S = 0.002
 
 NOT_FINITE = (
@@ -67,7 +68,7 @@ class EngineStats(LoadedTokens):
     device_tokens: int = 0
     loaded_tokens: Counter[str] = field(default_factory=Counter)  # by the kind of tier
     computed_tokens: int = 0
-    saved_s: float = 0.0  # what computing the reused tokens would have taken, less what was waited for them
+    saved_s: float = 0.0  # time that computing the reused tokens would have taken, less the time waiting for them
     generated_tokens: int = 0
     recomputed_tokens: int = 0
     steps: int = 0

@@ -51,7 +51,7 @@ class MemoryPlan:
         if _only_windows(config, spec) and blocks >= max(
             _window_blocks(config, spec, group.window) for group in spec.groups if group.window is not None
         ):
-            capacity = max(capacity, wanted_len)  # what a sequence holds does not grow with its length
+            capacity = max(capacity, wanted_len)  # the blocks of a sequence do not grow with its length
         if capacity < min(wanted_len, 2 * spec.block_size) or (config.max_model_len and capacity < wanted_len):
             needed_bytes = _pool_bytes(spec, _per_group(config, spec, context_blocks))
             raise ConfigError(

@@ -16,12 +16,11 @@ from kvire.store.reuse.look import Found
 from kvire.store.reuse.no_reuse import AnyReuse
 from kvire.store.ticket import Ticket
 
-# How long the engine sleeps while all it has to do is wait for loads; it wakes when a block
-# arrives.
+# How long the engine sleeps if it can only wait for loads; the arrival of a block wakes it.
 NAP_S = 0.002
-# A sequence that must give up its memory waits so long for the reads that are still under way.
+# How long a preempted sequence waits for reads in progress into its memory.
 QUIET_S = 0.005
-# Sequences without a seat whose stored blocks are loaded already.
+# Sequences without a seat that may load their stored blocks already.
 MAX_PREPARED = 4
 
 

@@ -41,7 +41,7 @@ class Chunk:
 class Scheduler:
     """Waiting and running sequences over one GroupedPool; belongs to the engine's thread.
 
-    prefetcher: brings what is stored.
+    prefetcher: loads stored blocks.
     copy_block: copies a block's KV, by group, source and target.
     """
 
@@ -176,7 +176,7 @@ class Scheduler:
             seq.reuse.device_tokens = computed
             full = plan.found.known if plan.loads else hit.full_blocks
             self._explain(seq, reusable, full, max(computed, full * self.pool.block_size))
-        else:  # preempted, and somebody else has computed more of its prompt since
+        else:  # preempted, and another sequence has computed more of its prompt since
             seq.reuse.device_tokens += max(0, computed - seq.most_computed)
         seq.lease, seq.state = hit.lease, State.RUNNING
         seq.num_computed, seq.num_published, seq.detached = computed, hit.full_blocks, False

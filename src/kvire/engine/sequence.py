@@ -56,7 +56,7 @@ class Sequence:
         self.num_published = 0
         self.waits_for: BlockKey | None = None  # a block that another sequence is computing
         self.detached = False  # a block is not in the index, so none that follows may be
-        self.most_computed = 0  # high-water mark: what is computed below it is computed again
+        self.most_computed = 0  # high-water mark: tokens computed below it are recomputed
         self.siblings: list[Sequence] = []
         self.answer_counts: Counter[int] = Counter()
         self.prompt_logprobs: list[TokenLogprobs | None] = []

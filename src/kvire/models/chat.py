@@ -45,7 +45,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
         finally:
             with lock:
                 running = False
-            timer.cancel()  # Python code: what was raised before the lock was taken arrives here at the latest
+            timer.cancel()  # Python code: an exception raised before the lock was taken arrives here at the latest
     except _Expired:
         raise TimeoutError(f"not within {seconds:g} s") from None
 
@@ -139,7 +139,7 @@ def _rendered(
     except TemplateError as error:
         raise RequestError(f"the model's chat template refuses these messages: {error}") from error
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        # Templates are programs too; what they stumble over is in the messages.
+        # Templates are programs too; their errors come from the messages.
         raise RequestError("the model's chat template cannot render these messages or tools") from error
 
 

@@ -27,13 +27,13 @@ from kvire.models.loaded_state import is_plain, ordered
 
 OF_VERSIONS = sys.stdlib_module_names | {"torch", "numpy"}  # packages that are not followed
 # Parts of transformers that compute nothing of KV: outputs, losses, loading, sampling, and
-# decorators, whose inner functions are followed nevertheless. What loading came to is looked at
+# decorators, whose inner functions are followed nevertheless. The result of loading is digested
 # instead (loaded_state.py).
 WITHOUT_ARITHMETIC = tuple(
     f"transformers.{part}"
     for part in ("generation", "loss", "modeling_outputs", "modeling_utils", "processing_utils", "utils")
 )
-# Classes whose objects in use are looked at or handed in: what the others do does not matter.
+# Classes whose objects in use are digested or passed in; their other objects do not matter.
 HANDED_IN = (
     nn.Module,
     *(
@@ -84,7 +84,7 @@ class _Walk:
         self._classes = [type(module) for module in model.modules()]
         self._met: dict[tuple[int, int], tuple[int, Any]] = {}  # (id of a piece, of its owner) -> number, and the piece
         self._waiting: deque[tuple[Any, type | None]] = deque()
-        self._entries: list[tuple[Mapping[str, Any], str, Any]] = []  # a mapping, a name, and what was there
+        self._entries: list[tuple[Mapping[str, Any], str, Any]] = []  # a mapping, a name, and its value then
         self._attributes: list[tuple[type, str, Any]] = []
         self._functions: list[tuple[FunctionType, CodeType, Any]] = []
         self._digest = sha256(field("kvire", b"code"))
@@ -133,7 +133,7 @@ class _Walk:
                 self._met[known] = len(self._met), value
                 self._waiting.append((value, owner))
             self._say("met", str(self._met[known][0]))
-        elif hasattr(value, "_global_mapping"):  # a registry of transformers: what is not selected does not matter
+        elif hasattr(value, "_global_mapping"):  # a registry of transformers: only selected entries matter
             for name in self._selected:
                 if value.get(name) is not None:
                     self._entry(value, name)
@@ -291,7 +291,7 @@ def _has_docstring(code: CodeType) -> bool:
 
 
 def _constant(value: Any) -> Any:
-    """A constant as something whose repr is the same in every process."""
+    """A constant in a form with the same repr in every process."""
     if isinstance(value, CodeType):
         return _normal(value)
     if isinstance(value, frozenset):

@@ -25,9 +25,8 @@ CHUNK_BYTES = 8 << 20
 # ms on local disks and up to a second elsewhere: a younger file is hashed, but not remembered.
 SETTLED_NS = 1_000_000_000
 
-# What cannot change KV: where a config was read from, and who wrote it. The dtype is the one that
-# weights happen to be stored in, which their own digest covers; the one computed in is part of the
-# numerics.
+# Fields that cannot change KV: origin and author of a config. Its dtype is the storage dtype of the
+# weights, which their own digest covers; the dtype of computation is part of the numerics.
 INERT_FIELDS = frozenset(
     {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype"}
 )

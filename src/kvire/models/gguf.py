@@ -34,7 +34,7 @@ from kvire.models.progress import Progress, silent
 
 CONVERTER = 2  # raise it when the result of a conversion changes: older results are then left aside
 ORIGIN = "kvire.json"  # in a converted directory: where it came from
-SPARE_BYTES = 64 << 20  # tokenizer, config and what the file system needs
+SPARE_BYTES = 64 << 20  # tokenizer, config and overhead of the file system
 
 
 def gguf_file(path: Path, progress: Progress = silent) -> GgufSource:

@@ -57,7 +57,7 @@ def tokenizer_from_gguf(path: Path, header: GgufHeader) -> "PreTrainedTokenizerF
         options["add_bos_token"] = True  # older files leave it out; the models were trained with it
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name, **options)
     if header.get("tokenizer.ggml.add_eos_token"):
-        tokenizer.add_eos_token = False  # a prompt goes on
+        tokenizer.add_eos_token = False  # a prompt is not the end of the text
     _complete_rules(tokenizer.backend_tokenizer, splitting)
     if header.get("tokenizer.ggml.model") == "llama" and header.get("tokenizer.ggml.add_space_prefix") is False:
         _without_first_space(tokenizer.backend_tokenizer)

@@ -14,7 +14,7 @@ from kvire.core.keys import field
 
 WHOLE_BYTES = 1 << 16  # a tensor up to this size counts whole, a larger one by SAMPLE_BYTES at three places
 SAMPLE_BYTES = 4096
-NOT_OF_KV = frozenset({"name_or_path", "warnings_issued"})  # where a model was read from; what was warned of
+NOT_OF_KV = frozenset({"name_or_path", "warnings_issued"})  # origin of a model; warnings issued
 PLAIN = (bool, int, float, str, type(None))
 
 

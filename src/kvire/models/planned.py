@@ -86,7 +86,7 @@ def _shape(config: Mapping[str, Any], folder: Path | None = None) -> Shape:
         return read_shape(config)
     sizes = _sizes(folder)
     if sizes and has_output_matrix(sizes):
-        config = {**config, "tie_word_embeddings": False}  # whatever the config says, it is there
+        config = {**config, "tie_word_embeddings": False}  # present, whatever the config says
     shape = read_shape(config)
     if not sizes:
         return shape

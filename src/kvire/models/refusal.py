@@ -11,10 +11,9 @@ from kvire.core.errors import UnsupportedModelError
 
 Config = Mapping[str, Any]
 
-# Factors that are the same whatever else runs in the batch. `dynamic` chooses its own by the
-# longest sequence at hand (transformers/modeling_rope_utils.py, dynamic_rope_update), but only
-# beyond max_position_embeddings, where the engine never goes. `longrope` does so earlier; rope.py
-# stops it.
+# Factors that do not depend on the rest of the batch. `dynamic` chooses its own by the longest
+# sequence at hand (transformers/modeling_rope_utils.py, dynamic_rope_update), but only beyond
+# max_position_embeddings, a limit of the engine. `longrope` does so earlier; rope.py stops it.
 KNOWN_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")
 
 # Their attention passes attn_logit_softcapping on. Others have the field from their ancestors, and

@@ -28,7 +28,7 @@ from kvire.store.place import MOST_SESSION_BYTES, SESSION_SHARE, session_bytes, 
 
 FOLDER, TEMPORARY = "sessions", ".new"
 FILE_SYSTEM_BLOCK_BYTES = 4096
-NEW_ENTRIES_BYTES = 2 * FILE_SYSTEM_BLOCK_BYTES  # by which a new name, in a new folder, may make folders grow
+NEW_ENTRIES_BYTES = 2 * FILE_SYSTEM_BLOCK_BYTES  # growth of folders by a new name in a new folder
 LOCK_TIMEOUT_S = 5.0
 _SAFELY = os.O_NOFOLLOW | os.O_CLOEXEC
 

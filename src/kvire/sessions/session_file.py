@@ -152,7 +152,7 @@ def unpack(data: bytes, key: TenantKey, name: str) -> Session:
             raise ValueError
         return Session(name, tuple(messages), tuple(token_ids), head.model, head.revision)
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise damaged() from None  # the cause may quote what was said
+        raise damaged() from None  # the cause may quote the conversation
 
 
 def damaged() -> SessionError:

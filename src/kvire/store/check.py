@@ -74,8 +74,8 @@ class Checker:
             is_sealed, tenant = header.seal == SEALED, self._tenants.get(header.tenant_tag)
             self._frames.verify(frame, tenant if is_sealed else None)
         except BlockMissing:
-            # a tier that finds another block in the place of this one has thrown it out of its
-            # index by now
+            # a tier that finds another block in the place of this one has removed it from its index
+            # by now
             is_damage = self._tier.stats().evictions.get("damaged", 0) > damaged_before
             return (
                 CheckedBlock(entry, CheckVerdict.DAMAGED, LOST) if is_damage else CheckedBlock(entry, CheckVerdict.GONE)

@@ -21,13 +21,13 @@ from kvire.store.handle import TierHandle
 from kvire.store.ticket import FailureReason, LoadFailure
 from kvire.store.tier import Buffer
 
-COMPARED_CONTENTS = 64  # blocks may be so many times larger under another namespace
-COMPARED_CHILDREN = 16  # of a parent, the newest ones: the likeliest relatives of what is asked now
+COMPARED_CONTENTS = 64  # blocks may be this many times larger under another namespace
+COMPARED_CHILDREN = 16  # of a parent, the newest ones: the likeliest relatives of the missed block
 REMEMBERED_IDS = 1 << 16  # stored once, to tell "evicted" from "never stored"
 REMEMBERED_NAMESPACES = 1024  # clients' cache_salts make as many as they like; the tiers keep the last few for longer
 QUEUED_QUERIES = 256
 HEAD_BYTES = prefix_bytes(1024)  # of a frame: up to the end of its token ids, in the largest blocks there are
-HIDDEN_FIELDS = frozenset({"salt"})  # of a namespace: whose it is, not what it is
+HIDDEN_FIELDS = frozenset({"salt"})  # of a namespace: its owner, not its content
 
 log = logging.getLogger(__name__)
 

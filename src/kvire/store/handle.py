@@ -69,7 +69,7 @@ class TierHandle:
         self._lock = threading.Lock()
         self._counts = HandleCounts()
         self._told: set[type[Exception]] = set()
-        self._foreign: OrderedDict[BlockId, str] = OrderedDict()  # ids under which something else lies, and its cause
+        self._foreign: OrderedDict[BlockId, str] = OrderedDict()  # ids under which another frame is stored, and why
 
     @property
     def counts(self) -> HandleCounts:

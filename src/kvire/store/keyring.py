@@ -28,7 +28,7 @@ VERSION = 1
 MAX_FILE_BYTES = 64 << 20
 FRESH_S = 0.02  # how long the file is believed unchanged: a load asks for keys hundreds of times
 # A rewrite takes two fsyncs. Requests wait for the lock, so a process that was stopped in the
-# middle of one must not keep them for ever.
+# middle of one must not block them indefinitely.
 LOCK_TIMEOUT_S = 2.0
 
 log = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class Keyring:
                     f"the key file {self.path} is damaged or cannot be read ({type(e).__name__}): restore it from a "
                     "backup, or move it away to begin with new keys; blocks sealed with the old ones are then never "
                     "read again"
-                ) from None  # the cause may quote what the file holds
+                ) from None  # the cause may quote the file's content
             return tenants
 
     def _key(self, name: str, salt: str, secret: str) -> TenantKey:
@@ -241,9 +241,9 @@ class Keyring:
 
 
 def _read(path: Path) -> tuple[dict[str, dict[str, str]], _Stamp]:
-    """The file's tenants, and which content that was.
+    """The file's tenants, and a stamp of its content.
 
-    Raises what opening and parsing raise, or StoreError.
+    Raises the errors of opening and parsing, or StoreError.
     """
     if not stat.S_ISREG(path.lstat().st_mode):
         raise StoreError(f"the key file {path} is no regular file (links are not followed): put the file itself there")

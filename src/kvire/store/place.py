@@ -6,13 +6,12 @@ from pathlib import Path
 
 from kvire.core.cache_folder import cache_folder
 
-# Of a disk's free space and what the store has of it already, the share it takes where nobody says
-# more.
+# Default share of the free disk space, the bytes of the store already there included.
 DISK_SHARE = 0.1
 DISK_BYTES = 20 * 10**9
 LEAST_DISK_BYTES = 64 << 20
 MOST_SESSION_BYTES = 64 << 20
-SESSION_SHARE = 16  # sessions get one part in so many of what a store's folder may take
+SESSION_SHARE = 16  # sessions get 1 / SESSION_SHARE of a store folder's limit
 NETWORK_KINDS = frozenset((
     "9p", "afs", "beegfs", "ceph", "cifs", "fuse.glusterfs", "fuse.sshfs", "gpfs", "lustre", "nfs", "nfs4", "smb3",
     "virtiofs",

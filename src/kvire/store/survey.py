@@ -188,8 +188,8 @@ class Survey:
     def older_builds(self) -> list[SpaceUse]:
         """Namespaces that no engine of a build in use reads any more.
 
-        Of those that differ in the build alone, all but the most recently used; and those whose
-        notes are older than the build field.
+        Of namespaces that differ in the build alone, all but the most recently used; and namespaces
+        whose notes are older than the build field.
         """
         newest: dict[tuple[Any, ...], str] = {}
         older = []

@@ -57,8 +57,8 @@ class LoadFailure:
 class Wanted:
     """A block to load.
 
-    out: writable, record.kv_bytes long; nobody else reads or writes it before the block is READY,
-        or while Ticket.active is above 0.
+    out: writable, record.kv_bytes long; no other thread may read or write it before the block is
+        READY, or while Ticket.active is above 0.
     """
 
     record: BlockRecord

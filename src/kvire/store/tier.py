@@ -144,7 +144,7 @@ class ReadsRuns(Protocol):
 
 @runtime_checkable
 class LendsFrames(Protocol):
-    """A tier whose frames lie in this process's memory."""
+    """A tier with its frames in this process's memory."""
 
     def lent(self, ids: Sequence[BlockId]) -> AbstractContextManager[list[Buffer | None]]:
         """Frames in place, valid until the end of the context; None for those that cannot be

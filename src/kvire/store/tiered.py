@@ -35,7 +35,7 @@ from kvire.store.write_behind import DEFAULT_BUFFER_BYTES, WriteBehind
 
 T = TypeVar("T")
 
-FLUSH_S = 2.0  # that close gives to what is queued
+FLUSH_S = 2.0  # of close, for queued blocks
 JOIN_S = 5.0  # and then to threads that are in the middle of something
 STALE_S = 2.0  # that forget and clear wait for writers in the middle of a block
 

@@ -40,7 +40,7 @@ class WorkerThreads:
             self._condition.notify()
 
     def add(self, work: Work) -> None:
-        """Do these pieces after what is there."""
+        """Do these pieces after all earlier ones."""
         with self._lock:
             self._work.append(work)
             self._condition.notify()
@@ -63,15 +63,15 @@ class WorkerThreads:
         while (piece := self._next()) is not None:
             try:
                 piece()
-            except Exception:  # a bug in one piece must not end the thread: later loads would wait for ever
+            except Exception:  # a bug in one piece must not end the thread: later loads would never end
                 log.exception("a piece of a load failed")
 
     def _next(self) -> Callable[[], None] | None:
         with self._lock:
             while self._running:
                 if (piece := self._piece()) is not None:
-                    # Whoever has begun wakes the next: woken together, they may share one core for
-                    # milliseconds.
+                    # A thread that has begun wakes the next: woken together, they may share one
+                    # core for milliseconds.
                     self._condition.notify()
                     return piece
                 self._condition.wait()

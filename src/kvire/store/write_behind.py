@@ -167,8 +167,9 @@ class WriteBehind:
             return len(queue.ids), queue.bytes
 
     def generation_of(self, handle: TierHandle, tenant: str) -> Generation:
-        """For what the thread of this tier meets there now: not newer than anything that it is
-        writing. Raises StoreError.
+        """Generation of data read by this tier's thread: not newer than any write in progress.
+
+        Raises StoreError.
         """
         generation = self._generations.now(tenant)
         numbers = [pending.generation.number for pending in self._queue_of(handle).writing]
@@ -178,7 +179,7 @@ class WriteBehind:
         """Drop the blocks that the last `Generations.end` made stale, and wait for writes of them
         to end.
 
-        False if that takes longer. A write that still goes on deletes its block afterwards.
+        False if that takes longer. A write still in progress then deletes its block afterwards.
         """
         end = time.monotonic() + timeout_s
         with self._condition:

@@ -17,8 +17,8 @@ from kvire.store.generations import Generation
 from kvire.store.handle import TierHandle
 from kvire.store.tier import Buffer
 
-LEAST_BLOCKS = 8  # that each share has room for, however large they are
-BATCH_BLOCKS = 32  # written after one look at what the tier holds
+LEAST_BLOCKS = 8  # room in each share, however large the blocks are
+BATCH_BLOCKS = 32  # written after one lookup in the tier
 QUEUED_CALLS = 1024
 # Blocks are written within a second all the same. Beside a load, each would cost it about 0.4 ms:
 # two threads that take the interpreter from each other (docs/adr/0015-tiered-store.md).
@@ -89,10 +89,10 @@ class WriteQueue:
         self.writing: list[PendingWrite] = []
         self.ids: set[BlockId] = set()  # of waiting and writing
         self.bytes = 0  # of them
-        # Small things to tell the tier. Of too many the oldest are lost, which costs recency and
-        # nothing else.
+        # Small calls for the tier. If there are too many the oldest are dropped, which costs
+        # recency only.
         self._calls: deque[Callable[[], object]] = deque(maxlen=QUEUED_CALLS)
-        self._musts: list[Callable[[], object]] = []  # those that are never lost
+        self._musts: list[Callable[[], object]] = []  # calls that are never dropped
         self._condition = condition
         self._buffers = buffers
         self._share_bytes = share_bytes

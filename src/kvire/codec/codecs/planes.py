@@ -18,7 +18,7 @@ from kvire.core.dtypes import KV_DTYPES
 from kvire.core.errors import FrameDamaged, FrameForeign
 
 _HEAD = struct.Struct("<QQ")  # bytes of an element, bytes of the compressed plane
-_WIDTHS = (2, 4)  # bytes of the floats whose planes are parted
+_WIDTHS = (2, 4)  # bytes of the floats that are split into planes
 
 # Below this a tier gains more by fewer bytes than decoding them costs on one core: (1 - size) *
 # decoding speed, the least of three dtypes, on KV of SmolLM2 (docs/adr/0012-frames-and-seal.md).

@@ -32,9 +32,9 @@ KIB, MIB = 1024, 1024 * 1024
 MIN_CAPACITY_BYTES = 4 * MIB
 MOST_SEGMENTS = 4096  # one folder holds them all
 SEGMENT_BYTES = 64 * MIB
-PER_SEGMENT_BYTES = 16 * KIB  # what a file system may need to find a file's parts; counted by du
+PER_SEGMENT_BYTES = 16 * KIB  # metadata of a file system for a file's parts; counted by du
 COMPETITORS = 64  # tenants with the most bytes, of whom one has to give way
-OWN_PROMPT = "own prompt"  # why there is no room: it could only come from what the block continues
+OWN_PROMPT = "own prompt"  # no room: it could only come from the prompt that the block continues
 CHECK = "capacity_check"  # a setting from which the limit follows; older folders lack it
 CANDIDATES = 8  # segments unused longest, of which one may change its size
 
@@ -190,7 +190,7 @@ class SlotAllocator:
                 return OWN_PROMPT
             self.run("DELETE FROM blocks WHERE slot = ?", oldest.slot)
             self.evicted.add(oldest.reason, oldest.tenant)
-            if (slot := self._unused(slot_bytes)) is not None:  # else its segment is gone
+            if (slot := self._unused(slot_bytes)) is not None:  # else its segment was removed
                 return self._take(slot, slot_bytes)
         while (segment := self._new_segment(slot_bytes, now)) is None:
             if not self._convert(slot_bytes, tenant, before=float("inf")):
@@ -211,7 +211,7 @@ class SlotAllocator:
         pinned = bool(run("SELECT 1 FROM blocks WHERE key = ? AND grp = ? AND pinned", *head.id))
         for each in old:
             run("DELETE FROM blocks WHERE slot = ?", each.slot)
-        old = [each for each in old if run("SELECT 1 FROM free WHERE slot = ?", each.slot)]  # not in one that is gone
+        old = [each for each in old if run("SELECT 1 FROM free WHERE slot = ?", each.slot)]  # not in a removed one
         for each in old:
             run("DELETE FROM free WHERE slot = ?", each.slot)
             self._take(each.slot, each.slot_bytes)

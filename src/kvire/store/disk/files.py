@@ -19,7 +19,7 @@ FILE_MODE, FOLDER_MODE = 0o600, 0o700
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 _SAFELY = os.O_NOFOLLOW | os.O_CLOEXEC
-MOST_VALUE_BYTES = 1 << 20  # of a row of the index; what a damaged one says is longer is not read
+MOST_VALUE_BYTES = 1 << 20  # of a row of the index; a longer value means damage, and is not read
 _THROWN_AWAY = memoryview(bytearray(1 << 20))  # where bytes go that are only wanted in the kernel's memory
 
 

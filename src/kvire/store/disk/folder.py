@@ -112,7 +112,7 @@ class DiskFolder:
     def allocator(self, evicted: Evicted, *, may_grow: bool = True) -> Iterator[SlotAllocator]:
         """One transaction of the index.
 
-        evicted: is told what went, once that is certain.
+        evicted: collects evicted blocks; filled once the transaction is certain.
         """
         gone = Evicted()
         with self.index.transaction() as run:
@@ -131,7 +131,7 @@ class DiskFolder:
                 self._make_again(left.capacity_bytes or self.capacity_bytes, left).retire()
 
     def clear(self, keep: tuple[str, ...]) -> None:
-        """Remove every segment and the index, but for what is in the tables named in `keep`."""
+        """Remove every segment and the index, except for the tables named in `keep`."""
         with self._alone(), self.index.lock:
             kept = {table: self.index.query(f"SELECT * FROM {table}") for table in keep}
             for segment, slot_bytes in self.segments.found():
@@ -200,7 +200,7 @@ class DiskFolder:
     def _open_index(self, capacity_bytes: int | None, new_bytes: Callable[[Path], int] | None) -> None:
         for name in (LOCK, *INDEX_FILES):
             if self.files.is_regular(self._folder, name) is False:
-                self.files.unlink(self._folder, name)  # a link somebody put there; SQLite would follow it
+                self.files.unlink(self._folder, name)  # a foreign link; SQLite would follow it
         journal_bytes = journal_bytes_for(capacity_bytes or 0)
         if self.files.is_regular(self._folder, INDEX):
             self.index = DiskIndex(self.files, self.path / INDEX, journal_bytes, self._writing)

@@ -35,7 +35,7 @@ from kvire.store.disk.segments import SLOT_BITS
 # schema is another, so that a damaged number is not taken for a newer version.
 FORMAT = 1
 PAGE_BYTES = 4096
-# What the index takes at most per slot, and besides; measured: at most 520 bytes of a full tier
+# Size limit of the index per slot, and besides; measured: at most 520 bytes of a full tier
 # (docs/adr/0013).
 SLOT_INDEX_BYTES = 704
 BASE_INDEX_BYTES = 320 * 1024
@@ -45,10 +45,9 @@ MOST_NAMESPACES, MOST_NAMESPACE_BYTES = 32, 4096
 BUSY_TIMEOUT_S = 5.0
 MOST_ABOVE = 1 << 16  # blocks of one prompt; in a damaged index they may go in a circle
 MOST_ASKED = 400  # ids in one query: SQLite of 2019 takes 999 values
-# A statement that takes more of its thread's time goes round in circles: others of its kind take
-# milliseconds.
+# CPU time limit of a statement: a longer one loops in a damaged file, others take milliseconds.
 STATEMENT_CPU_S = 1.0
-LONG_CPU_S = 10.0  # for those that read much, and find an end by themselves: 0.5 s for 65,536 blocks of one prompt
+LONG_CPU_S = 10.0  # for long reads that end by themselves: 0.5 s for 65,536 blocks of one prompt
 INSTRUCTIONS_PER_LOOK = 20_000  # SQLite's, between two looks at the time
 DAMAGE = frozenset({
     sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_TOOBIG,
@@ -57,7 +56,7 @@ DAMAGE = frozenset({
     sqlite3.SQLITE_INTERNAL, sqlite3.SQLITE_PROTOCOL,
     sqlite3.SQLITE_INTERRUPT,  # see STATEMENT_CPU_S
 })  # fmt: skip
-WAL_VERSION = b"\2\2"  # bytes 18 and 19 of the file: whose write, and read, format is another cannot be written
+WAL_VERSION = b"\2\2"  # bytes 18 and 19 of the file, its write and read format: SQLite refuses to write any other
 
 SCHEMA = f"""
 CREATE TABLE settings (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -113,7 +112,7 @@ class JournalFullError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a block lies."""
+    """Location of a block."""
 
     slot: int
     slot_bytes: int

@@ -66,7 +66,7 @@ class ReadAhead:
             try:
                 self._fetch(run)
             except TierUnavailable:
-                pass  # whoever reads will meet it
+                pass  # the load's own read will meet it
             except Exception:  # the next run may go well
                 log.exception("reading ahead failed")
 
@@ -92,7 +92,7 @@ MOST_AT_ONCE = 64  # slots per call to the system, which takes a limited number 
 class DiskReader:
     """Reads for one DiskTier; thread-safe.
 
-    evicted: told of blocks whose file turns out to be gone.
+    evicted: called with blocks whose file is missing.
     """
 
     def __init__(self, access: DiskAccess, evicted: Evicted) -> None:

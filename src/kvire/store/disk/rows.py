@@ -15,7 +15,7 @@ LAST_S = 1e11  # seconds since the epoch; no clock of ours shows more
 MOST_OWNERS = 1 << 40
 MOST_COUNT = 1 << 62
 
-FEW_ROWS = 4  # up to so many, values are looked at one by one: that is faster then
+FEW_ROWS = 4  # up to this many rows, checking values one by one is faster
 
 
 class IndexDamagedError(Exception):
@@ -136,7 +136,7 @@ _COLUMNS: dict[str, Column] = {
     "segments": _COUNT,
     "day": _COUNT,
     "newest": _or_none(_whole(0, MOST_COUNT)),
-    # What SQLite says of itself.
+    # SQLite's own columns.
     "user_version": _whole(-(1 << 31), (1 << 31) - 1),
     "journal_mode": _TEXT,
     "mmap_size": _whole(0, MOST_COUNT),

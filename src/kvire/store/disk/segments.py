@@ -1,9 +1,9 @@
-"""Segment files: fixed slots for frames of about one size, made as a whole and reused for ever.
+"""Segment files: fixed slots for frames of about one size, made as a whole and reused.
 
-A slot is a head of HEAD_BYTES and a frame behind it. The head says whose frame it is, so that a
-reader notices a slot that was given to another block meanwhile, and so that a lost index can be
-made again from the segments alone. It is written last and wiped first: a slot with a valid head
-holds a whole frame, unless the power failed (then the frame's own checksum says so).
+A slot is a head of HEAD_BYTES and a frame behind it. The head identifies the frame's block, so that
+a reader notices a slot that was given to another block meanwhile, and so that a lost index can be
+rebuilt from the segments alone. It is written last and wiped first: a slot with a valid head holds
+a whole frame, unless the power failed (then the frame's own checksum says so).
 
 Head, little endian: 0 8 magic "KVSLOT" and u16 version | 8 32 key | 40 32 parent | 72 32 root | 104
 16 tenant tag | 120 16 content | 136 u16 group, u16 zero | 140 u32 index | 144 u64 frame bytes | 152

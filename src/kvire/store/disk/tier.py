@@ -1,14 +1,14 @@
 """The disk tier: frames in a folder that several processes share, within a limit that holds at
 every moment.
 
-Read on: disk/reader.py, disk/allocator.py (which block gets which slot), disk/segments.py (slots),
-disk/index.py (where each block is), disk/folder.py (one opened folder), disk/access.py (what
-happens when it fails), disk/upkeep.py (the thread beside).
+Read on: disk/reader.py, disk/allocator.py (slot allocation), disk/segments.py (slots),
+disk/index.py (location of each block), disk/folder.py (one opened folder), disk/access.py (errors),
+disk/upkeep.py (the background thread).
 
 A write claims a slot in the index, fills it, and enters the block: at no moment does the index name
-a slot that is not wholly written. Whoever dies in between leaves a claim that others free. Nothing
-is synced before a write returns: a loss of power may cost the last blocks, never give wrong ones,
-since each frame carries its checksum.
+a slot that is not wholly written. A process that dies in between leaves a claim that others free.
+Nothing is synced before a write returns: a loss of power may cost the last blocks, never give wrong
+ones, since each frame carries its checksum.
 """
 
 import json
@@ -36,7 +36,7 @@ from kvire.store.disk.writer import DiskWriter
 from kvire.store.tier import Buffer, Entry, ReadOutcome, TierStats
 
 TAG_BYTES = 16
-AT_ONCE = 32  # blocks changed in one transaction: what a small journal takes, and others do not wait for
+AT_ONCE = 32  # blocks changed in one transaction: fits into a small journal, and does not delay others
 KEPT_WHEN_CLEARED = ("settings", "written", "namespaces")
 
 

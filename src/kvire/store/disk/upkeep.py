@@ -137,7 +137,7 @@ class Upkeep:
                 more = self.round()
             except KvireError:
                 pass  # counted where it was raised
-            except Exception:  # whatever it is, it must not be the last round: nobody else frees, expires or syncs
+            except Exception:  # no error may end the rounds: no other thread frees, expires or syncs
                 log.exception("the upkeep of a store failed")
             self._ending.wait(0.001 if more else EVERY_S)
 
@@ -329,8 +329,8 @@ def overwrite_free(folder: DiskFolder, at_once: int) -> None:
 def vanished(folder: DiskFolder, allocator: SlotAllocator, block_id: BlockId, place: Location) -> None:
     """Handle a block that is not where the index says.
 
-    Drops its segment if the file is gone, else believes the slot. Raises IndexDamagedError if the
-    index contradicts itself about the block.
+    Drops its segment if the file is missing, else believes the slot. Raises IndexDamagedError if
+    the index contradicts itself about the block.
     """
     rows = allocator.run(
         "SELECT slot_bytes, frame_bytes, tenant FROM blocks WHERE slot = ? AND key = ? AND grp = ?",

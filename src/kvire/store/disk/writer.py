@@ -16,9 +16,9 @@ from kvire.store.disk.segments import SlotHeader
 from kvire.store.eviction.order import CutOff
 
 DAY_S = 86_400
-# To write below a block is a use of all that come before. It costs a prompt of 8,000 blocks 0.1 s
-# and 12 MB of journal: so it is noted once in so long, and when the prompt's turn to make room has
-# come.
+# Writing a block uses all blocks before it. Noting that costs 0.1 s and 12 MB of journal for a
+# prompt of 8,000 blocks: so it is noted once in this many seconds, and when the prompt is next to
+# be evicted.
 NOTED_EVERY_S, NOTED_IN_ITS_TURN_S = 15.0, 1.0
 GROW_AGAIN_AFTER_S = 2.0
 

@@ -40,7 +40,7 @@ class Arena:
             raise StoreError(f"cannot reserve {capacity_bytes:,} bytes of memory: {error}; ask for less") from error
         with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages, or not Linux
             pages.madvise(mmap.MADV_HUGEPAGE)
-        self._view = memoryview(pages)  # the mapping goes when the last view of it does
+        self._view = memoryview(pages)  # the mapping is freed with its last view
 
     @staticmethod
     def rounded(size_bytes: int) -> int:

@@ -119,7 +119,7 @@ class MemoryTier:
         """See Tier."""
         if (extents := self._make_room(Arena.rounded(len(frame)), tenant_tag, record)) is None:
             return False
-        self._arena.write(extents, frame)  # outside the lock: nobody else knows of them yet
+        self._arena.write(extents, frame)  # outside the lock: no other thread knows of them yet
         slot = StoredFrame(
             record.id, record.parent, record.index, record.index * len(record.token_ids), tenant_tag,
             sum(extent.length for extent in extents),

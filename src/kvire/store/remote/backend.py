@@ -21,7 +21,7 @@ BLOCKS = "kvire/1/"
 PINS = "kvire/pin/1/"  # an empty value for each pinned block
 _STAMP = struct.Struct("<QQ")
 STAMP_BYTES = _STAMP.size
-HEAD_BYTES = STAMP_BYTES + HEADER_BYTES  # of a value: what can be told without its KV
+HEAD_BYTES = STAMP_BYTES + HEADER_BYTES  # of a value: the part before its KV
 
 Value = Sequence[bytes | Buffer]  # one after the other
 

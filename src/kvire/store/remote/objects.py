@@ -47,7 +47,7 @@ class ObjectBackend:
     def get(self, name: str, buffers: Sequence[Buffer], deadline: Deadline) -> int:
         """GET. The length is known before anything is received."""
         capacity = sum(len(buffer) for buffer in buffers)
-        # copied by the caller's thread: after a deadline nobody writes into `buffers` any more
+        # copied by the caller's thread: after a deadline no thread writes into `buffers`
         content = memoryview(self._run(self._get(name, capacity), deadline))
         length = taken = len(content)
         for buffer in buffers:
@@ -104,8 +104,8 @@ class ObjectBackend:
         try:
             result = await obstore.get_async(self._store, name)
             if result.meta["size"] > capacity:
-                # obstore may hold the result until it is called again; what it would hold then is
-                # an open connection
+                # obstore may hold the result until its next call; here that would be an open
+                # connection
                 result.stream()
                 raise FrameDamaged("length")
             content = await result.bytes_async()
@@ -211,7 +211,7 @@ class FolderBackend(ObjectBackend):
         super().__init__(LocalStore(folder, mkdir=True))
 
     async def _put(self, name: str, value: bytes) -> None:
-        self._make_folders()  # should somebody have removed them
+        self._make_folders()  # they may have been removed
         await super()._put(name, value)
         path = self._folder / name
         path.chmod(FILE_MODE)

@@ -119,10 +119,10 @@ class RedisBackend:
 
 def _stored(name: str, size: Reply, life_ms: Reply, head: Reply) -> StoredObject | None:
     if (life := _whole(life_ms)) == -2:
-        return None  # gone since it was listed
+        return None  # removed since it was listed
     expires = time.time() + life / 1000 if life >= 0 else None
     if not isinstance(head, bytes) or not isinstance(size, int):
-        return StoredObject(name, b"", 0, expires)  # no string: somebody else's, under a block's name
+        return StoredObject(name, b"", 0, expires)  # no string: another program's, under a block's name
     return StoredObject(name, head, size, expires)
 
 

@@ -20,7 +20,7 @@ from kvire.store.remote.redis_address import Address
 from kvire.store.tier import Buffer
 
 Request: TypeAlias = tuple[bytes | Buffer, ...]  # sent one after the other
-SMALL_READ_BYTES = 64  # enough for the line before a value; what it takes of the value is copied once more
+SMALL_READ_BYTES = 64  # enough for the line before a value; the first bytes of the value in it are copied once more
 MAX_LINE_BYTES = 4096
 MAX_SMALL_VALUE_BYTES = 64 << 10
 MAX_ITEMS = 100_000
@@ -83,7 +83,7 @@ class Wire:
         self._view = memoryview(self._small)
         self._incoming = select.poll()
         self._incoming.register(sock, select.POLLIN)
-        self._start = self._end = 0  # of what was received and not yet used, in _small
+        self._start = self._end = 0  # of the received and unused bytes in _small
 
     @classmethod
     def connect(cls, address: Address, login: Login, deadline: Deadline) -> "Wire":

@@ -102,7 +102,7 @@ class RemoteTier:
                 for names in _batches(map(block_name, reversed(ids))):
                     self._backend.touch(names, self._ttl_s, deadline)
         except TierUnavailable:
-            pass  # counted; a block that is not touched only goes earlier
+            pass  # counted; an untouched block is only evicted earlier
 
     def delete(self, ids: Sequence[BlockId], reason: str) -> int:
         """As Tier says."""
@@ -143,7 +143,7 @@ class RemoteTier:
             for names in _batches(map(block_name, ids)):
                 found = self._backend.exists(names, self._deadline(None))
                 here = [name for name, is_here in zip(names, found, strict=True) if is_here]
-                if pinned:  # marked first: nothing lives for ever without a mark that says why
+                if pinned:  # marked first: no value is without expiry and without a mark
                     for name in here:
                         self._backend.put(_pin_name(name), (), None, self._deadline(None))
                     self._backend.keep(here, None, self._deadline(None))

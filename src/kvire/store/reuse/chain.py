@@ -20,9 +20,9 @@ from kvire.core.keys import (
 from kvire.core.record import BlockId, BlockRecord
 from kvire.store.explain import COMPARED_CONTENTS, MissQuery
 
-# cache_salt is chosen by clients, and a fresh one with each request must not take memory for ever.
+# Clients choose cache_salt, and a fresh one with each request must not fill the memory.
 MOST_IDENTITIES = 1024
-MOST_NOTED_SALTS = 16  # of whose namespaces the tiers are told: half of what a disk tier keeps is for whole tenants
+MOST_NOTED_SALTS = 16  # salts whose namespaces are noted in the tiers: half of the notes of a disk tier
 
 log = logging.getLogger(__name__)
 

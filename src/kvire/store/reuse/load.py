@@ -57,17 +57,17 @@ def explained(miss: Miss, found: Explanation | None, begin_token: int) -> Miss:
     return miss
 
 
-# A load is judged by what has arrived once it had so long to begin, and for this share of what
-# computing would take.
+# A load is judged by its arrived blocks after this time to begin, plus this share of the time of
+# computing.
 BEGIN_S, BEGIN_SHARE = 0.01, 0.005
-# After so many times that, a load that brings too little is called off.
+# After PATIENCE times that, a load that is too slow is called off.
 PATIENCE = 4.0
-# The share of computing that it is worth to wait for a remote tier's word on what it holds.
+# Longest wait for a remote tier's lookup, as a share of the time of computing.
 PROBE_SHARE = 0.015
-# Tokens computed at once while something may still come: small steps meet it sooner, large ones are
-# faster per token.
+# Tokens computed at once while blocks may still arrive: small steps meet them sooner, large ones
+# are faster per token.
 LEAST_CHUNK_TOKENS, PROBE_CHUNK_TOKENS = 64, 128
-CHUNK_SHARE = 0.25  # of what is still to be loaded
+CHUNK_SHARE = 0.25  # of the remaining load
 
 
 class Load:
@@ -102,7 +102,7 @@ class Load:
 
     def frontier(self, index: int) -> int:
         """End of the jump from block `index`: the first block from there on that is not loaded."""
-        if self.all_or_nothing:  # what no window reaches is not loaded, and not missed
+        if self.all_or_nothing:  # blocks outside every window are neither loaded nor missed
             return self.stop if self._is_ready([at for at in self._at if at >= index]) else index
         while index < self.stop and self._is_ready((index,)):
             index += 1
@@ -204,7 +204,7 @@ class Load:
         """
         states = self.ticket.states()
         missing = self._missing(states, front_tokens // block_size)
-        if not missing:  # nothing more will come: compute what is left
+        if not missing:  # nothing more will arrive: compute the rest
             self.lost = self.all_or_nothing
             return most_tokens
         elapsed_s = monotonic() - self.started_s

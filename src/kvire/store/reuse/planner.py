@@ -1,25 +1,25 @@
 """One planner of reuse for every engine: name, look, judge, load, save, and say why not.
 
-    identity = reuse.name(tenant, cache_salt)            whose blocks they are
+    identity = reuse.name(tenant, cache_salt)            the blocks' owner
     chain = Chain(identity, token_ids, block_size)       their names
     found = reuse.look(chain, device_blocks)             stored beyond the device; changes nothing
     choice = reuse.worth(found)                          LOAD, BOTH or COMPUTE; changes nothing
-    reuse.decided(choice)                                what was done about it
-    load = reuse.load(chain, found, memory, choice.way)  a ticket, and how far it has come
-    reuse.save(chain, indices, memory)                   hand over what was computed
-    reuse.finished(chain, stop, keep=True)               it was used
-    reuse.why(chain, index, prompt_tokens)               why the rest is not there
+    reuse.decided(choice)                                the choice was carried out
+    load = reuse.load(chain, found, memory, choice.way)  a ticket, and its progress
+    reuse.save(chain, indices, memory)                   hand over computed blocks
+    reuse.finished(chain, stop, keep=True)               the blocks were used
+    reuse.why(chain, index, prompt_tokens)               why the rest is not stored
 
-Nothing here waits for a tier, but `ask`. An engine without a store has a NoReuse (no_reuse.py),
-which is asked the same and finds nothing.
+Nothing here waits for a tier, except `ask`. An engine without a store has a NoReuse (no_reuse.py),
+which has the same methods and finds nothing.
 
-**Never slower.** A load is made where it is expected to be sooner than computing by LEAST_GAIN at
-least (plan/cost.choose). What is not loaded tells nothing new of its tier, so after TRY_AFTER
-refusals a load is made all the same. That is counted in requests and not in seconds: so at most one
-request in TRY_AFTER can lose by it however many come, where after half a minute each request of a
-quiet engine would be such a try. And none loses more than the time of computing once more, for no
-load is waited for longer than computing would take (Load.chunk_tokens, Choice.compute_s). See
-docs/adr/0018-one-planner.md.
+**Never slower.** A load is made if it is expected to be faster than computing by LEAST_GAIN at
+least (plan/cost.choose). Blocks that are not loaded give no new measurement of their tier, so after
+TRY_AFTER refusals a load is made all the same. Refusals are counted in requests and not in seconds:
+so at most one request in TRY_AFTER can lose by it however many arrive; with half a minute instead,
+each request of a quiet engine would be such a try. And none loses more than the time of computing
+once more, for no load is waited for longer than computing would take (Load.chunk_tokens,
+Choice.compute_s). See docs/adr/0018-one-planner.md.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -64,7 +64,7 @@ class Probe:
     def _held(self, ids: Sequence[BlockId]) -> Mapping[BlockId, str]:
         try:
             names = self._reuse.store.held_remotely(ids, self._timeout_s)
-        except Exception:  # whatever it is: it must not come up in the engine's scheduler
+        except Exception:  # no error may come up in the engine's scheduler
             log.exception("asking remote tiers failed")
             return {}
         return {block_id: name for block_id, name in zip(ids, names, strict=True) if name is not None}
