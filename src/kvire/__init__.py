@@ -1,7 +1,8 @@
-"""Kvire: a KV cache that is computed once, kept, found again by exact token prefix, and never wrong.
+"""Kvire: a KV cache computed once, kept, found again by exact token prefix, and never wrong.
 
-Start with `kvire.LLM` (Python), `kvire serve` (HTTP) or docs/architecture.md (the path of one request).
-The folders and who may import whom are listed in docs/architecture.md; import-linter enforces them.
+Start with `kvire.LLM` (Python), `kvire serve` (HTTP) or docs/architecture.md (the path of one
+request). docs/architecture.md also lists the folders and their allowed imports; import-linter
+enforces them.
 """
 
 import os
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Read by OpenMP when torch is first imported, so it has to stand here. By default idle threads spin at every
-# barrier; one other busy process then costs a scheduler tick (4 ms) per barrier, and a token takes five times as
-# long. On a quiet machine it makes no measurable difference to a step (docs/adr/0005-torch-thread-pool.md).
+# Read by OpenMP when torch is first imported, so it has to be set here. By default idle threads
+# spin at every barrier; one other busy process then costs a scheduler tick (4 ms) per barrier, and
+# a token takes five times as long. On a quiet machine it makes no measurable difference to a step
+# (docs/adr/0005-torch-thread-pool.md).
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __all__ = ["LLM", "AsyncLLM", "__version__"]
