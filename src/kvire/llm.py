@@ -160,7 +160,7 @@ class LLM(_Model):
         return self.client.stream(self.request(prompt, self.params(**params)))
 
     def session(self, name: str) -> "ChatSession":
-        """A chat that goes on after a restart.
+        """A chat that can be resumed after a restart.
 
         Needs a store with a folder; raises StoreError if it cannot be read.
         """

@@ -1,5 +1,5 @@
-"""Attention in plain torch: gather a sequence's blocks, then SDPA. Portable, and the oracle of the
-kernels.
+"""Attention in plain torch: gather a sequence's blocks, then SDPA. Portable; the kernels'
+oracle.
 """
 
 from collections.abc import Callable
@@ -97,7 +97,9 @@ def causal_mask(first: int, start: int, stop: int, window: int | None, device: t
 
 
 class PortableAttention:
-    """Gather + SDPA, one sequence after the other. Computes in float32 whatever the pool holds."""
+    """Gather + SDPA, one sequence after the other. Computes in float32 from any dtype of the
+    pool.
+    """
 
     name = "portable"
 

@@ -11,9 +11,11 @@ class Batch:
 
     Sequences that compute one token come first: rows 0 .. num_decodes - 1 are theirs.
 
-    token_ids, positions: int64 [T]. slots: per group int64 [T], block_id * block_size + offset of
-    each token. block_tables: per group int32 [S, M], unused entries 0. context_lens: [S], tokens
-    whose KV is in the cache once this step has written its own. cu_seqlens: [S + 1].
+    token_ids, positions: int64 [T].
+    slots: per group int64 [T], block_id * block_size + offset of each token.
+    block_tables: per group int32 [S, M], unused entries 0.
+    context_lens: [S], tokens whose KV is in the cache once this step has written its own.
+    cu_seqlens: [S + 1].
     logits_rows: int64 [R], the rows whose logits are wanted.
     """
 

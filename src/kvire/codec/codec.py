@@ -16,9 +16,9 @@ MAX_ID = 255  # a byte of the header
 class Codec(Protocol):
     """How KV becomes a frame's payload, and KV again.
 
-    Instances are frozen: they compare by what they write.
+    Instances are frozen: two are equal if they write the same.
 
-    id: stands in the header of every frame; never given to another codec.
+    id: in the header of every frame; never given to another codec.
     shortens: a payload is shorter than its KV; if not, it is exactly as long.
     """
 

@@ -15,7 +15,7 @@ def first_needed(window: int | None, position: int, block_size: int) -> int:
 
 
 class LayerKind(StrEnum):
-    """How a layer looks back, and therefore what it keeps."""
+    """How a layer looks back, which decides the KV that it keeps."""
 
     FULL = "full"
     SLIDING = "sliding"  # attends to the last `window` tokens, itself included

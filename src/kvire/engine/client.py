@@ -1,5 +1,4 @@
-"""The engine on a thread of its own: requests go in through its inbox, outputs come out through a
-queue per request.
+"""The engine on a thread of its own: an inbox for requests, a queue of outputs per request.
 
 LLM and the server use this, from any thread.
 """

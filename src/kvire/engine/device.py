@@ -62,7 +62,7 @@ def device_with_room(weights_bytes: int, device: torch.device, config: EngineCon
 
 
 def _needs_cpu(config: EngineConfig) -> str | None:
-    """Which option of `config` works on the CPU only, and what to do; None if there is none."""
+    """The option of `config` that works on the CPU only, and its remedy; None if there is none."""
     if config.attention == "native":
         return "attention='native' runs on the CPU only; use attention='auto' or 'portable', or device='cpu'"
     if config.deterministic:
@@ -71,7 +71,7 @@ def _needs_cpu(config: EngineConfig) -> str | None:
 
 
 def _missing_gpu() -> str | None:
-    """Why torch sees no GPU, and what to do; None if it sees one."""
+    """Why torch sees no GPU, and the remedy; None if it sees one."""
     if torch.cuda.is_available():
         return None
     if torch.version.cuda is None and torch.version.hip is None:
@@ -86,7 +86,7 @@ def _missing_gpu() -> str | None:
 
 
 def _unusable_gpu() -> str | None:
-    """Why the GPU that torch sees cannot compute, and what to do; None if it can."""
+    """Why the GPU that torch sees cannot compute, and the remedy; None if it can."""
     try:
         device = _current_gpu()
         if float(torch.ones(2, device=device).sum()) == 2.0:

@@ -169,7 +169,7 @@ class Engine:
     def step(self) -> list[Output | Failure]:
         """Do one step of the loop.
 
-        Returns what it added to each answer, and the requests that failed.
+        Returns the new part of each answer, and the requests that failed.
         """
         self.poll()
         self.scheduler.admit()

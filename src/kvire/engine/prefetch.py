@@ -1,5 +1,4 @@
-"""Loads from the store for the scheduler's sequences: target memory, waiting, and computing
-meanwhile.
+"""Loads from the store for the scheduler's sequences: memory, waiting, and computing meanwhile.
 
 The planner (store/reuse/planner.py) decides which blocks can be loaded and whether that is worth
 it.

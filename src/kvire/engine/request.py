@@ -131,7 +131,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one step added to one answer of a request.
+    """New part of one answer of a request, added by one step.
 
     index: which of the n answers.
     token_ids: new tokens.

@@ -1,7 +1,7 @@
 """From logits to the next token.
 
 Randomness is counter-based: the number drawn for a token depends on (seed, sample index, position)
-and nothing else, so an answer does not change with what else runs, nor with preemption.
+only, so an answer does not depend on other requests or on preemption.
 """
 
 from collections import Counter
@@ -80,7 +80,11 @@ def uniform(seed: int, index: int, position: int) -> float:
 
 
 def token_logprobs(logits: Tensor, token_id: int, top: int) -> TokenLogprobs:
-    """logits: float32 [vocab] of the raw model. top: how many likeliest tokens to list."""
+    """Log-probabilities of a token and of the likeliest ones.
+
+    logits: float32 [vocab] of the raw model.
+    top: how many likeliest tokens to list.
+    """
     logprobs = torch.log_softmax(logits, dim=-1)
     values, ids = logprobs.topk(min(top, logprobs.numel())) if top else (logprobs[:0], logprobs[:0].long())
     best = {int(i): float(v) for i, v in zip(ids, values, strict=True)}
@@ -90,7 +94,7 @@ def token_logprobs(logits: Tensor, token_id: int, top: int) -> TokenLogprobs:
 def _candidates(probs: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """(probabilities, token ids) of the tokens that top_k, top_p and min_p leave.
 
-    top_k first, then top_p over what is left (renormalised), then min_p relative to the likeliest.
+    top_k first, then top_p over the rest (renormalised), then min_p relative to the likeliest.
     """
     vocab = probs.numel()
     if params.top_k:

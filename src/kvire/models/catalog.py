@@ -1,6 +1,4 @@
-"""Data of `kvire models ls` and `kvire models show NAME`: facts about models, without loading
-one.
-"""
+"""Data of `kvire models ls` and `kvire models show NAME`, without loading a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

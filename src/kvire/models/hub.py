@@ -23,9 +23,8 @@ def is_hub_id(name: str) -> bool:
 def find_in_hub(name: str, *, download: bool = True) -> Path:
     """Local folder of a hub model.
 
-    ModelNotFoundError says what failed (unknown, gated, no network).
-
-    UnsupportedModelError: the hub has it, but only with pickled weights.
+    Raises ModelNotFoundError with the cause (unknown, gated, no network), and UnsupportedModelError
+    for a model with only pickled weights.
     """
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow to import, and seldom needed
     from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415

@@ -1,5 +1,4 @@
-"""Faster forwards for a model's own modules: linear layers, RMS norms and gated MLPs, float32 on
-the CPU.
+"""Faster linear layers, RMS norms and gated MLPs for a model's own modules: float32 on the CPU.
 
 The model's classes and weights stay the same; single modules get a subclass of their class, whose
 forward computes the same formula natively, and passes unsupported inputs to the original. A module

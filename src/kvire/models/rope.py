@@ -1,6 +1,4 @@
-"""LongRoPE without its switch: one set of factors for every sequence, fixed before anything
-runs.
-"""
+"""LongRoPE without its switch: one set of factors for every sequence, fixed before any run."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -88,8 +88,8 @@ class Sessions:
         """
         saved = replace(session, revision=secrets.token_hex(16))
         with _errors("kept"), self._locked() as root:
-            # Known only now: whoever forgets the tenant was there before, or removes what is
-            # written here.
+            # Only now: a forget of the tenant either came before, or removes the files written
+            # here.
             key = self._keyring.tenant(tenant)
             file = file_name(key, session.name)
             with suppress(FileExistsError):

@@ -23,7 +23,7 @@ REMEMBERED_FOREIGN = 4096
 
 @dataclass(slots=True)
 class HandleCounts:
-    """What the store did with one tier; only grows.
+    """The store's counters of one tier; they only grow.
 
     loaded_blocks, loaded_bytes: blocks read and verified, and their KV.
     load_s: seconds that reads took, added up over threads.

@@ -1,6 +1,4 @@
-"""Pauses calls that keep failing: to remote tiers (CircuitBreaker), and on this machine
-(Outage).
-"""
+"""Pauses calls that keep failing: to remote tiers (CircuitBreaker) or on this machine (Outage)."""
 
 import logging
 import threading

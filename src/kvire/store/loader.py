@@ -1,14 +1,13 @@
-"""Threads that fill tickets: one locates blocks, two read local tiers, several read each remote
-tier.
+"""Threads that fill tickets: one locates blocks, two read local tiers, several each remote tier.
 
 A block is read once for all loads that want it at the same time: the first reads, the others get
 copies before the first one's memory may be touched. Local reads go straight into the caller's
 memory. Remote ones go into the loader's own memory and are copied once complete and verified: so a
 load can be given up at any moment, whatever a remote tier does.
 
-Locks: `Loader._lock` guards the reads in flight and who waits for them; a ticket's own lock guards
-    that ticket. The order is always Loader._lock, then Ticket._lock; tiers are never called with
-    either held.
+Locks: `Loader._lock` guards the reads in flight and their waiters; a ticket's own lock guards that
+    ticket. The order is always Loader._lock, then Ticket._lock; tiers are never called with either
+    held.
 """
 
 import logging
@@ -352,9 +351,7 @@ class Loader:
                     handle.meter.first_block(time.perf_counter() - load.started, len(kv))
 
     def _ask_next(self, inflight: _InflightRead, place: ReadPlace, failure: LoadFailure) -> None:
-        """No tier asked so far has the block: each load goes on with the next remote tier by
-        itself.
-        """
+        """No tier asked so far has the block: each load asks the next remote tier by itself."""
         for load, i in self._end([inflight], place)[0]:
             load.ticket.wait_again(i)
             self._ask_remote(load, [i], 0 if place is None else place + 1, failure)

@@ -1,5 +1,4 @@
-"""Lookups in a tier's index on a separate thread, so that a stalled disk delays callers only
-briefly.
+"""Lookups in a tier's index on a separate thread, so that a stalled disk delays callers briefly.
 
 Engines look into the store between two steps, while answers are in progress: whatever the disk
 does, a lookup returns.

@@ -1,5 +1,4 @@
-"""Blocks on their way into the tiers: admission, and a bounded buffer with a queue and writer
-thread per tier.
+"""Blocks on their way into the tiers: admission, a bounded buffer, a queue and thread per tier.
 
 A caller never waits: a block without room is dropped and counted. Each tier may fill its share of
 the buffer and no more, so that a slow or dead one delays no other. A block waits in memory of the

@@ -1,5 +1,4 @@
-"""Access to a disk tier's folder: opened when first needed, reopened when it was replaced, and
-paused when it keeps failing.
+"""Access to a disk tier's folder: opening, reopening after replacement, pauses after failures.
 
 The folder may be removed, filled, locked away or damaged at any time.
 """

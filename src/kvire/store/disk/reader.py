@@ -200,7 +200,7 @@ class DiskReader:
     def _not_there(self, folder: DiskFolder, block_id: BlockId, place: Location) -> None:
         """Handle a slot that does not hold the block.
 
-        The block moved during the read, or its file is gone or was overwritten.
+        The block moved during the read, or its file was removed or overwritten.
         """
         try:
             with folder.allocator(self._evicted) as allocator:

@@ -1,5 +1,4 @@
-"""The disk tier: frames in a folder that several processes share, within a limit that holds at
-every moment.
+"""The disk tier: frames in a folder that several processes share, within a limit at all times.
 
 Read on: disk/reader.py, disk/allocator.py (slot allocation), disk/segments.py (slots),
 disk/index.py (location of each block), disk/folder.py (one opened folder), disk/access.py (errors),

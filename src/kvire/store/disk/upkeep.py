@@ -1,6 +1,4 @@
-"""Background work of a disk tier, on a thread of its own, in small transactions to keep waits
-short.
-"""
+"""Background work of a disk tier, on its own thread, in small transactions for short waits."""
 # ruff: noqa: S608 - nothing but numbers and names of ours is put into a statement's text
 
 import logging

@@ -1,6 +1,4 @@
-"""The protocol of an eviction policy, and the known policies: one per file of the folder
-policies.
-"""
+"""The protocol of an eviction policy, and the known policies: one per file of folder policies."""
 
 from functools import cache
 from typing import ClassVar, Protocol

@@ -1,5 +1,4 @@
-"""Interface between a remote tier and its server: named values (remote/redis.py,
-remote/objects.py).
+"""The interface of remote tiers to servers: named values (remote/redis.py, remote/objects.py).
 
 A block's value is a stamp and then its frame. The stamp holds the times of writing and expiry, in
 milliseconds since the epoch, u64 little endian each; expiry 0 is never. It is needed because some
@@ -85,7 +84,7 @@ class Backend(Protocol):
         """
 
     def keep(self, names: Sequence[str], ttl_s: float | None, deadline: Deadline) -> None:
-        """The values live for `ttl_s` from now on, or for ever."""
+        """The values live for `ttl_s` from now on, or have no expiry."""
 
     def remove(self, names: Sequence[str], deadline: Deadline) -> None:
         """Remove the values of these names."""

@@ -1,5 +1,4 @@
-"""Blocks in an object store: S3 and compatible ones, Google's, Azure's, a shared folder, or memory
-for trials.
+"""Blocks in an object store: S3, Google's, Azure's, a shared folder, or memory for trials.
 
 An object per block, with the whole frame as content; a put replaces it at once or not at all.
 obstore handles the protocol, in a thread of its own with an event loop, so that each call can be

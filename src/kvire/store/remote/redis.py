@@ -1,5 +1,4 @@
-"""Blocks in Redis or Valkey, one server or a cluster: a key per block, with the whole frame as
-value.
+"""Blocks in Redis or Valkey, one server or a cluster: a key per block; its value is the frame.
 
 A read goes from the socket straight into the caller's buffers, at two thirds of the speed of a bare
 socket (docs/adr/0014-remote-tiers.md). The server's `maxmemory-policy` controls eviction.

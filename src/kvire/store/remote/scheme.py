@@ -1,6 +1,4 @@
-"""The protocol of a kind of remote tier, and the known kinds: one per file of the folder
-schemes.
-"""
+"""The protocol of a kind of remote tier, and the known kinds: one per file of folder schemes."""
 
 from collections.abc import Mapping
 from functools import cache

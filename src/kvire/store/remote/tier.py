@@ -1,5 +1,4 @@
-"""A tier on another machine: the common part, over the backends remote/redis.py and
-remote/objects.py.
+"""A tier on another machine: the part common to the backends (remote/redis.py, remote/objects.py).
 
 Each block is one value, a short stamp and the whole frame, under a name that depends on its BlockId
 alone; there is no other data that could be lost separately (docs/adr/0014-remote-tiers.md). Names

@@ -1,5 +1,4 @@
-"""One planner of reuse, for every engine: names, lookups, choices, loads, saves, and reasons of
-misses.
+"""One planner of reuse, for every engine: names, lookups, choices, loads, saves, and misses.
 
 Engines bring blocks and a measured prefill speed, nothing else. No torch, no device. Read
 planner.py first.

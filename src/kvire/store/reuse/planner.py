@@ -211,7 +211,7 @@ class Reuse:
         self.store.discard(self._ids(keys))
 
     def why(self, chain: Chain, index: int, prompt_tokens: int) -> MissAnswer | None:
-        """Ask why block `index` of a prompt is stored nowhere, and how long the closest stored
+        """Ask why block `index` of a prompt is stored nowhere, and how far the closest stored
         prompt agrees.
         """
         return self.store.explain(chain.query(index, prompt_tokens))

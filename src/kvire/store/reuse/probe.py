@@ -1,6 +1,4 @@
-"""Lookups in remote tiers beside an engine that cannot wait: it looks again until they have
-answered.
-"""
+"""Lookups in remote tiers beside an engine that cannot wait, and looks again later."""
 
 import logging
 from collections.abc import Mapping, Sequence

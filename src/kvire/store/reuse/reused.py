@@ -1,6 +1,4 @@
-"""Result of one prompt's reuse: the load in progress, the sources of its KV, and the reason of its
-end.
-"""
+"""Result of one prompt's reuse: its load, the sources of its KV, and why reuse ended."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""s3://bucket[/prefix] and what speaks like it; gs:// and az:// as obstore takes them."""
+"""s3://bucket[/prefix] and compatible stores; gs:// and az:// as obstore takes them."""
 
 from collections.abc import Mapping
 from typing import Any
