@@ -5,9 +5,8 @@ copies before the first one's memory may be touched. Local reads go straight int
 memory. Remote ones go into the loader's own memory and are copied once complete and verified: so a
 load can be given up at any moment, whatever a remote tier does.
 
-Locks: `Loader._lock` guards the reads in flight and their waiters; a ticket's own lock guards that
-    ticket. The order is always Loader._lock, then Ticket._lock; tiers are never called with either
-    held.
+`Loader._lock` guards the reads in flight and their waiters; a ticket's own lock guards that ticket.
+The order is always Loader._lock, then Ticket._lock; tiers are never called with either held.
 """
 
 import logging
