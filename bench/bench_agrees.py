@@ -21,8 +21,8 @@ import peers
 import reporting
 from reporting import Bar, figure, medians
 
-from kvire.bench.client import Endpoint, ask
-from kvire.bench.load import Loop, run
+from kvire.bench.client import Endpoint, ask_completion
+from kvire.bench.load import Loop, send_all
 from kvire.bench.prompts import BenchPrompt, Script, message
 from kvire.bench.server import free_port
 
@@ -79,7 +79,7 @@ def ours(server: peers.Server, options: argparse.Namespace, theirs: ModuleType, 
     document = theirs.words(1000 + options.seed + number, options.doc_words)
     prompts = (f"Report:\n{document}\n\nQuestion: {question}" for question in QUESTIONS)
     script = Script(tuple(BenchPrompt((message("user", text),), options.max_tokens) for text in prompts))
-    answers = [sample.answer for sample in run(Endpoint(server.url, server.model), [script], Loop(1)).samples]
+    answers = [sample.answer for sample in send_all(Endpoint(server.url, server.model), [script], Loop(1)).samples]
     if errors := [answer.detail for answer in answers if answer.error]:
         raise RuntimeError(f"{server.url}: {errors[0]}")
     return _figures([(answer.ttft_s, answer.tpot_s or 0.0, answer.output_tokens) for answer in answers])
@@ -93,7 +93,7 @@ def shared(server: peers.Server, options: argparse.Namespace, theirs: ModuleType
 
 
 def warm_up(server: peers.Server, options: argparse.Namespace, theirs: ModuleType) -> None:
-    answer = ask(Endpoint(server.url, server.model), [message("user", theirs.words(options.seed, 400))], 4)
+    answer = ask_completion(Endpoint(server.url, server.model), [message("user", theirs.words(options.seed, 400))], 4)
     if answer.error is not None:
         raise RuntimeError(f"{server.url}: {answer.error} {answer.detail}")
 

@@ -27,7 +27,7 @@ from reporting import figure, medians, ratios
 
 from kvire import LLM
 from kvire.bench.server import free_port
-from kvire.models.loader import load
+from kvire.models.loader import load_model
 from kvire.models.resolve import resolve
 
 PREFILL_TOKENS = 1024
@@ -40,7 +40,7 @@ def main() -> None:
     options = _options()
     samples: dict[str, list[float]] = defaultdict(list)
     folder = resolve("smollm2")
-    model = load(folder).model
+    model = load_model(folder).model
     roofline = Roofline.measure(folder)
     with (
         LLM("smollm2", kv_memory=POOL) as kvire,

@@ -17,7 +17,7 @@ import reporting
 from reporting import Bar, figure
 
 from kvire.bench.figures import number
-from kvire.cli.plan.calibrate import LENGTHS, REPEATS, collect, measure
+from kvire.cli.plan.calibrate import LENGTHS, REPEATS, calibration_record, collect
 from kvire.plan.calibration import Asked, measured_machine, measured_tiers
 from kvire.plan.cards import card
 from kvire.plan.check import WITHIN
@@ -34,7 +34,7 @@ CHECKED = (512, 2048, 4096)
 
 def main() -> None:
     options = _options()
-    record = measure(MODEL, KV_DTYPE, LENGTHS, REPEATS)
+    record = calibration_record(MODEL, KV_DTYPE, LENGTHS, REPEATS)
     plan = _plan(record)
     predict = predictor(plan)
     measured = collect(MODEL, KV_DTYPE, CHECKED, options.repeats)

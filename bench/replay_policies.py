@@ -20,7 +20,7 @@ from reporting import describe, write
 from kvire.replay.caches import RankCache
 from kvire.replay.formats import read_trace
 from kvire.replay.policies import policy_named
-from kvire.replay.simulate import ideal, run, run_store
+from kvire.replay.simulate import ideal, run_store, simulate
 from kvire.replay.store_tiers import StoreTier, StoreTiers
 
 TRACES = {
@@ -86,7 +86,7 @@ def named(trace, name):
 
 
 def tuned(trace, most_uses, hold_s):
-    return lambda blocks: run(trace, TunedCache(trace, blocks, most_uses, hold_s)).tokens
+    return lambda blocks: simulate(trace, TunedCache(trace, blocks, most_uses, hold_s)).tokens
 
 
 def closed(rate, low, high):

@@ -16,7 +16,7 @@ import torch
 
 from kvire.bench.figures import number
 from kvire.bench.machine import commit, cpu_name
-from kvire.bench.machine import describe as describe_machine
+from kvire.bench.machine import machine_facts as describe_machine
 
 ROOT = Path(__file__).parents[1]
 RAW_FOLDER = ROOT / "build" / "bench"

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvire.bench.client import Endpoint, ask
+from kvire.bench.client import Endpoint, ask_completion
 from kvire.bench.prompts import message
 
 VOCABULARY = ("harbour", "ledger", "orchard", "signal", "timber", "copper", "valley", "engine", "mirror", "winter")
@@ -87,7 +87,7 @@ def one_by_one(options: argparse.Namespace, prompts: list[list[dict[str, str]]])
 
 def chat(options: argparse.Namespace, messages: list[dict[str, str]]) -> Row:
     """One streamed answer."""
-    answer = ask(Endpoint(options.url, options.model), messages, options.max_tokens)
+    answer = ask_completion(Endpoint(options.url, options.model), messages, options.max_tokens)
     if answer.error is not None:
         raise RuntimeError(f"{options.url}: {answer.error} {answer.detail}")
     return {

@@ -50,7 +50,7 @@ from kvire.engine.build import build_engine
 from kvire.engine.device import choose_device, prepare
 from kvire.engine.engine import Engine
 from kvire.models.families import kv_groups
-from kvire.models.loader import load
+from kvire.models.loader import load_model
 from kvire.models.resolve import resolve
 
 REHEARSAL = 0.5  # share of each part's time
@@ -178,7 +178,7 @@ def one_family(check: Check, family: str, dtype: str) -> dict[str, Any]:
         cold = llm.generate(prompts, prompt_logprobs=0, **wanted)
         warm = llm.generate(prompts, **wanted)
     reused = sum(result.cache.reused_tokens for result in warm)
-    model = load(path).model
+    model = load_model(path).model
     on_cpu = uncached(model, prompts, cold, torch.device("cpu")) if dtype == "float32" else None
     expected = uncached(model.to(check.device), prompts, cold, check.device)
     again = uncached(model, prompts, warm, check.device)

@@ -25,7 +25,7 @@ from kvire.models.chat import ChatPrompt, continue_chat, encode_chat
 from kvire.models.progress import Progress
 from kvire.sessions.folder import Sessions, open_sessions
 from kvire.sessions.session_file import Session
-from kvire.store.open import describe
+from kvire.store.open import described
 from kvire.store.tiered import TieredStore
 
 Prompt = str | Sequence[int]
@@ -61,7 +61,7 @@ class _Model:
         if isinstance(store, StoreConfig) and engine.reuse.keeps:
             disk = engine.reuse.stats().handles.get("disk")
             limit_bytes = disk.tier.limit_bytes if disk else None
-            self.sessions, self.store_line = open_sessions(store, limit_bytes), describe(store, limit_bytes)
+            self.sessions, self.store_line = open_sessions(store, limit_bytes), described(store, limit_bytes)
 
     @property
     def engine(self) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvire.attention.params import AttentionParams
-from kvire.attention.reference import PortableAttention, StepPlan
+from kvire.attention.reference import AttentionPlan, PortableAttention
 from kvire.cache.batch import Batch
 from kvire.cache.paged import PagedKV
 from kvire.core.spec import KVGroup, KVSpec, LayerKind
@@ -47,7 +47,7 @@ class Case:
         k, v = self.paged.rounded(self.k), self.paged.rounded(self.v)
         return backend.attend(plan, LAYER, self.query, k, v, self.params)
 
-    def plan(self, backend: PortableAttention) -> StepPlan:
+    def plan(self, backend: PortableAttention) -> AttentionPlan:
         return backend.plan(self.paged, self.batch)
 
     def expected(self) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvire.attention.cpu import NativeAttention, native_available
 from kvire.attention.params import AttentionParams
-from kvire.attention.reference import PortableAttention, StepPlan
+from kvire.attention.reference import AttentionPlan, PortableAttention
 from kvire.cache.batch import Batch
 from kvire.cache.paged import PagedKV
 from kvire.core.dtypes import KV_DTYPES
@@ -202,7 +202,7 @@ def test_nonsense_in_a_random_step_is_refused_and_nothing_is_written(seed: int) 
 
     slots = step.batch.slots[0].clone()
     slots[draw.randrange(len(slots))] = draw.choice([-1, -(2**63), 2**63 - 1, num_blocks * size])
-    plan = StepPlan(step.paged, replace(step.batch, slots=(slots,)))
+    plan = AttentionPlan(step.paged, replace(step.batch, slots=(slots,)))
     with pytest.raises(IndexError, match="slot"):
         backend.write(plan, LAYER, step.k, step.v)
 
@@ -213,7 +213,7 @@ def test_nonsense_in_a_random_step_is_refused_and_nothing_is_written(seed: int) 
     lens[s] = draw.choice([0, -1, -(2**31), 2**31 - 1, table.shape[1] * size + 1])
     spoilt = {"block_tables": ((table,), "block id"), "context_lens": (tuple(lens), "context length")}
     for name, (value, message) in spoilt.items():
-        plan = StepPlan(step.paged, replace(step.batch, **{name: value}))
+        plan = AttentionPlan(step.paged, replace(step.batch, **{name: value}))
         with pytest.raises(IndexError, match=message):
             backend.attend(plan, LAYER, step.query, step.k, step.v, step.params)
     assert torch.equal(step.bytes(), before)

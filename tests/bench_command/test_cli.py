@@ -32,7 +32,7 @@ def test_a_run_writes_what_it_prints(bench, tmp_path):
         size = ["--context", "300,500", "--repeats", 2, "--output-tokens", 2, "--scripts", 1]
         code, out, err = bench(*urls, *size, "--workload", "docqa,shortchat", "--json", files[0], "--html", files[1])
     assert code == 0, err
-    report = results.read(files[0])
+    report = results.read_report(files[0])
     assert report["command"][:3] == ["kvire", "bench", "--url"]
     assert {(row["arm"], row["workload"], row["context_tokens"], row["state"]) for row in report["rows"]} == {
         (arm, workload, context, state)
@@ -57,7 +57,7 @@ def test_a_trace_is_replayed(bench, tmp_path):
         asked = ["--url", f"{served.url}/v1", "--workload", "none", "--trace", trace, "--scale", 0.1, "--repeats", 1]
         code, _, err = bench(*asked, "--json", out)
     assert code == 0, err
-    empty, none = results.read(out)["rows"]
+    empty, none = results.read_report(out)["rows"]
     assert (empty["workload"], empty["state"], none["state"]) == ("trace", "E", "Z")
     assert empty["summary"]["ideal_hit_rate"] == pytest.approx(0.5, abs=0.1)
     assert empty["summary"]["hit_rate"] == pytest.approx(empty["summary"]["ideal_hit_rate"], abs=0.1)
@@ -72,7 +72,7 @@ def test_the_default_measures_every_state_of_the_embedded_model(bench, monkeypat
         asked.update(arms=arms, settings=settings)
         return made_report()
 
-    monkeypatch.setattr("kvire.cli.bench.command.measure", measure)
+    monkeypatch.setattr("kvire.cli.bench.command.measure_arms", measure)
     monkeypatch.setattr("kvire.cli.bench.arms.token_ids", lambda *_: lambda prompt: tuple(prompt.text.encode()))
     code, out, err = bench()
     assert code == 0, err
@@ -88,7 +88,7 @@ def test_the_default_measures_every_state_of_the_embedded_model(bench, monkeypat
 
 
 def test_a_full_disk_does_not_cost_the_table(bench, monkeypatch, tmp_path):
-    monkeypatch.setattr("kvire.cli.bench.command.measure", lambda *_, **__: made_report())
+    monkeypatch.setattr("kvire.cli.bench.command.measure_arms", lambda *_, **__: made_report())
     monkeypatch.setattr("kvire.cli.bench.arms.token_ids", lambda *_: lambda prompt: tuple(prompt.text.encode()))
 
     def full(*_):

@@ -7,7 +7,7 @@ import pytest
 from bench_command.streams import DONE, END, piece, scripted, usage
 
 from kvire.bench import client
-from kvire.bench.client import Endpoint, ask, first_model
+from kvire.bench.client import Endpoint, ask_completion, first_model
 from kvire.core.errors import ConfigError
 
 PAUSE_S = 0.2
@@ -15,7 +15,7 @@ PAUSE_S = 0.2
 
 def answered(script, status=200, **more):
     with scripted(script, status) as (url, bodies):
-        return ask(Endpoint(url, "m", **more), [{"role": "user", "content": "x"}], 4), bodies[0]
+        return ask_completion(Endpoint(url, "m", **more), [{"role": "user", "content": "x"}], 4), bodies[0]
 
 
 def test_a_chunk_with_the_role_alone_is_no_token():
@@ -80,7 +80,7 @@ def test_nobody_there():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         nowhere = Endpoint(f"http://127.0.0.1:{probe.getsockname()[1]}/v1", "m")
-        assert ask(nowhere, [], 1).error == "connection"
+        assert ask_completion(nowhere, [], 1).error == "connection"
         with pytest.raises(ConfigError, match="is the server running"):
             first_model(nowhere)
     with scripted([]) as (url, _), pytest.raises(ConfigError, match="name one with --served-name"):

@@ -8,9 +8,8 @@ import pytest
 from bench_command.conftest import PROGRAM
 
 from kvire.bench import html, kvire_repeat, page_cache, results, run
-from kvire.bench.client import ask
-from kvire.bench.kvire_arm import KvireArm
-from kvire.bench.kvire_repeat import Repeat
+from kvire.bench.client import ask_completion
+from kvire.bench.kvire_repeat import KvireArm, Repeat
 from kvire.bench.prompts import message
 from kvire.bench.server import RunningServer
 from kvire.bench.settings import Settings
@@ -29,7 +28,7 @@ def settings(workloads: tuple[str, ...], states: str, **more) -> Settings:
 
 
 def measured(model: Path, place: Path, plan: Settings, **more) -> results.BenchReport:
-    return run.measure({"A": arm(model, place, plan, **more)}, plan, lambda *_: None)
+    return run.measure_arms({"A": arm(model, place, plan, **more)}, plan, lambda *_: None)
 
 
 def arm(model: Path, place: Path, plan: Settings, **more) -> KvireArm:
@@ -57,7 +56,7 @@ def test_every_workload_is_proved_in_every_state(tiny_model: Path, tmp_path: Pat
     assert not list((tmp_path / "place").iterdir()), "the stores are gone"
     path = tmp_path / "report.json"
     results.write(report, path)
-    assert results.read(path) == json.loads(json.dumps(report))
+    assert results.read_report(path) == json.loads(json.dumps(report))
     assert "unproved" not in html.page(report).html()
 
 
@@ -138,16 +137,18 @@ def test_whoever_else_asks_spoils_the_states_from_then_on(
 
     def with_a_stranger(endpoint, scripts, *more):
         if len(done) == 1:
-            ask(endpoint, [message("user", "who are you?")], 1)
+            ask_completion(endpoint, [message("user", "who are you?")], 1)
         done.append(run_pass(endpoint, scripts, *more))
         return done[-1]
 
     if when == "during":
-        monkeypatch.setattr(kvire_repeat, "run", with_a_stranger)
+        monkeypatch.setattr(kvire_repeat, "send_all", with_a_stranger)
     else:
         flush = RunningServer.flush
         monkeypatch.setattr(
-            RunningServer, "flush", lambda self: bool(ask(self.endpoint, [message("user", "?")], 1)) and flush(self)
+            RunningServer,
+            "flush",
+            lambda self: bool(ask_completion(self.endpoint, [message("user", "?")], 1)) and flush(self),
         )
     report = measured(tiny_model, tmp_path, settings(("docqa",), "EGZ"))
     assert states(report, "docqa") == ["E", "unproved", "unproved"]
@@ -163,7 +164,7 @@ def test_requests_that_fail_are_no_strangers(tiny_model: Path, tmp_path: Path, m
         lost = replace(endpoint, url=endpoint.url.replace("/v1", "/nowhere"))
         return replace(done, samples=(*done.samples, *run_pass(lost, scripts, loop, extra).samples))
 
-    monkeypatch.setattr(kvire_repeat, "run", refused)
+    monkeypatch.setattr(kvire_repeat, "send_all", refused)
     report = measured(tiny_model, tmp_path, settings(("docqa",), "EGZ"))
     assert states(report, "docqa") == ["E", "G", "Z"], doubts(report, "docqa")
     assert all(row["summary"]["errors"] == {"http_404": 2} for row in report["rows"])
@@ -174,7 +175,7 @@ def test_two_arms_take_turns_on_the_same_words(tiny_model: Path, tmp_path: Path)
     plan = settings(("docqa",), "GZ", repeats=2)
     made = [arm(tiny_model, tmp_path, plan, options=options) for options in ((), ("--kv-dtype", "float16"))]
     said = []
-    report = run.measure(dict(zip("AB", made, strict=True)), plan, lambda _, __, what: said.append(what))
+    report = run.measure_arms(dict(zip("AB", made, strict=True)), plan, lambda _, __, what: said.append(what))
     order = [what.split()[4].rstrip(":") for what in said if what.endswith("first start")]
     assert order == ["A", "B", "B", "A"]
     assert [(row["arm"], row["state"]) for row in report["rows"]] == [("A", "G"), ("A", "Z"), ("B", "G"), ("B", "Z")]

@@ -8,7 +8,7 @@ import pytest
 from bench_command.made import made_report
 
 from kvire.bench import figures, html, results
-from kvire.bench.compare import compare, within
+from kvire.bench.compare import compare, within_run
 from kvire.bench.results import first_difference
 from kvire.bench.states import TierState
 from kvire.core.errors import ConfigError
@@ -17,7 +17,7 @@ from kvire.core.errors import ConfigError
 def test_a_report_comes_back_as_it_was_written(tmp_path):
     report = made_report()
     results.write(report, tmp_path / "report.json")
-    assert results.read(tmp_path / "report.json") == json.loads(json.dumps(report))
+    assert results.read_report(tmp_path / "report.json") == json.loads(json.dumps(report))
     with pytest.raises(ConfigError, match="cannot write"):
         results.write(report, tmp_path / "missing" / "report.json")
 
@@ -42,11 +42,11 @@ def test_what_is_no_report_is_refused_by_the_first_field_that_is_wrong(tmp_path,
     damage(report)
     (tmp_path / "bad.json").write_text(json.dumps(report))
     with pytest.raises(ConfigError, match=says):
-        results.read(tmp_path / "bad.json")
+        results.read_report(tmp_path / "bad.json")
     for text in ("[]", "{", ""):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ConfigError, match=r"bad\.json is no"):
-            results.read(tmp_path / "bad.json")
+            results.read_report(tmp_path / "bad.json")
 
 
 def test_a_speed_up_is_the_median_of_the_ratios_within_repeats():
@@ -65,14 +65,14 @@ def test_a_request_that_failed_is_told_and_left_out_on_both_sides():
         report = made_report(failing=failing)
         rows = {row["state"]: row["summary"] for row in report["rows"]}
         assert rows["G"]["speedup"]["median"] == pytest.approx(10.0), "the other took 100 s where it was answered"
-        notes = " ".join(figures.notes(report))
+        notes = " ".join(figures.bench_notes(report))
         assert (
             f"1 at once, {figures.state({'state': failing, 'asked': failing})}: 5 of 10 requests failed: 5 timeout."
             in notes
         )
     report["arms"].append(report["arms"][0] | {"name": "B"})
     report["rows"] += [row | {"arm": "B"} for row in made_report(failing=TierState.G)["rows"]]
-    ratios = {one.row["state"]: one.ratio.median for one in within(report) if one.measure == "ttft_s"}
+    ratios = {one.row["state"]: one.ratio.median for one in within_run(report) if one.measure == "ttft_s"}
     assert ratios["G"] == ratios["Z"] == pytest.approx(1.0)
     differs = compare(made_report(), made_report(failing=TierState.G)).differs
     assert "docqa, 1,024 tokens, 1 at once, G: 5 of 10 requests failed in the second" in differs
@@ -131,7 +131,7 @@ def test_two_arms_of_a_run_are_compared_repeat_by_repeat():
     report, slow = made_report(), made_report(slower=3.0)
     report["arms"].append(copy.deepcopy(report["arms"][0]) | {"name": "B"})
     report["rows"] += [row | {"arm": "B"} for row in slow["rows"]]
-    found = {ratio.row["state"]: ratio.ratio for ratio in within(report) if ratio.measure == "ttft_s"}
+    found = {ratio.row["state"]: ratio.ratio for ratio in within_run(report) if ratio.measure == "ttft_s"}
     assert found["G"].median == pytest.approx(3.0)
     assert (found["G"].low, found["G"].high) == pytest.approx((3.0, 3.0)), "noise that both share is gone"
 
@@ -140,14 +140,16 @@ def test_notes_say_what_must_not_be_overlooked():
     report = made_report()
     row = report["rows"][1]["summary"]
     row["client_saturated"], row["client_cpu"], row["speedup"]["median"] = True, 0.62, 1.05
-    notes = " ".join(figures.notes(report))
+    notes = " ".join(figures.bench_notes(report))
     assert "D was asked for, but no state is named, since 3.0 MB of the store lay in the page cache" in notes
     assert "62 % of a core" in notes and "the gain is small, 1.05 x" in notes
     assert "1 of 5 answers differ from those without reuse" in notes
     assert "later than due" not in notes
     for late, said in ((0.09, False), (0.11, True)):
         row["late_s"] = late
-        assert ("device-warm: a request was sent 110 ms later than due" in " ".join(figures.notes(report))) == said
+        assert (
+            "device-warm: a request was sent 110 ms later than due" in " ".join(figures.bench_notes(report))
+        ) == said
     [line] = figures.comparisons(report)
     assert (
         line.startswith("docqa, 1,024 tokens, 1 at once: ")
@@ -161,7 +163,7 @@ def test_lines_name_the_arm_where_there_are_two():
     report = made_report()
     report["arms"].append(report["arms"][0] | {"name": "B"})
     report["rows"] += [row | {"arm": "B"} for row in made_report()["rows"]]
-    for lines in (figures.notes(report), figures.comparisons(report)):
+    for lines in (figures.bench_notes(report), figures.comparisons(report)):
         assert lines and all("1 at once, arm A" in line or "1 at once, arm B" in line for line in lines)
     assert "docqa at 1,024 tokens, arm A, device-warm" in html.page(report).html()
 

@@ -19,7 +19,7 @@ def settings(states="EWZ", **more):
 
 
 def measured(url, plan, no_reuse=None):
-    return run.measure({"A": UrlArm(Endpoint(url, "tiny"), plan, no_reuse)}, plan, lambda *_: None)
+    return run.measure_arms({"A": UrlArm(Endpoint(url, "tiny"), plan, no_reuse)}, plan, lambda *_: None)
 
 
 def test_a_foreign_server_is_empty_warm_or_reuses_nothing():
@@ -71,7 +71,7 @@ def test_every_server_is_warmed_up_before_the_first_pass():
     with scripted([piece("a"), END, usage(1000, 2, 0), DONE]) as (one, _), scripted([DONE]) as (other, _):
         plan = settings("E", repeats=1)
         made = {name: Noting(Endpoint(url, "m"), plan) for name, url in (("A", one), ("B", other))}
-        run.measure(made, plan, lambda *_: None)
+        run.measure_arms(made, plan, lambda *_: None)
 
 
 @pytest.mark.parametrize(("no_reuse", "second"), [(None, "ZEW"), ({"cache_salt": "{unique}"}, "EWZ")])
@@ -79,7 +79,7 @@ def test_what_sends_the_same_texts_comes_last(no_reuse, second):
     plan, said = settings(), []
     with running(tiny_engine()) as served:
         arm = UrlArm(Endpoint(f"{served.url}/v1", "tiny"), plan, no_reuse)
-        run.measure({"A": arm}, plan, lambda *step: said.append(step[-1][-1]))
+        run.measure_arms({"A": arm}, plan, lambda *step: said.append(step[-1][-1]))
     assert "".join(said) == "EWZ" + second
 
 
@@ -97,7 +97,7 @@ def test_a_server_that_reuses_in_spite_of_the_mark_is_unproved():
         plan = settings("EZ")
         arm = UrlArm(Endpoint(url, "m"), plan)
         vars(arm)["scale"] = TokenScale(1.0, 0.0)
-        report = run.measure({"A": arm}, plan, lambda *_: None)
+        report = run.measure_arms({"A": arm}, plan, lambda *_: None)
     assert {row["state"] for row in report["rows"]} == {"unproved"}
 
 
@@ -107,7 +107,7 @@ def test_a_server_that_does_not_count_cached_tokens_proves_nothing():
         plan = settings("EWZ")
         arm = UrlArm(Endpoint(url, "m"), plan)
         vars(arm)["scale"] = TokenScale(1.0, 0.0)
-        report = run.measure({"A": arm}, plan, lambda *_: None)
+        report = run.measure_arms({"A": arm}, plan, lambda *_: None)
     assert {row["state"] for row in report["rows"]} == {"unproved"}
     assert all("does not say how many" in row["proof"]["doubts"][0] for row in report["rows"])
     assert report["rows"][0]["summary"]["ttft_s"]["n"] == 2, "times are times all the same"

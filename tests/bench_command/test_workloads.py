@@ -12,7 +12,7 @@ from kvire.bench.prompts import TokenScale, Writer
 from kvire.bench.run import new_nonce
 from kvire.bench.settings import Settings
 from kvire.bench.states import TierState
-from kvire.bench.traces import TraceScale, digest, read, trace_work
+from kvire.bench.traces import TraceScale, digest, read_arrivals, trace_work
 from kvire.bench.workloads import WORKLOADS, BenchWork, WorkSize
 from kvire.core.errors import ConfigError
 
@@ -125,7 +125,7 @@ def lines(path: Path, rows: list[dict[str, object]]) -> Path:
 
 
 def test_a_trace_keeps_order_arrivals_lengths_and_reuse(tmp_path):
-    trace = read(lines(tmp_path / "trace.jsonl", MOONCAKE))
+    trace = read_arrivals(lines(tmp_path / "trace.jsonl", MOONCAKE))
     work = trace_work(trace, TraceScale(lengths=0.1, speed=2.0, requests=10), WRITE, WorkSize(600, 1, 1, 30))
     assert [script.start_s for script in work.fill] == [0.0, 0.75, 1.5]
     asked = prompts(work.fill)
@@ -146,7 +146,7 @@ def test_short_blocks_neither_grow_nor_shrink(tmp_path, lengths):
         {"t": i, "tokens": 64 * 200 + 1280, "block_tokens": 64, "blocks": ids[:150] + [f"{i}/{k}" for k in range(50)]}
         for i in range(2)
     ]
-    trace = read(lines(tmp_path / "own.jsonl", rows))
+    trace = read_arrivals(lines(tmp_path / "own.jsonl", rows))
     asked = prompts(trace_work(trace, TraceScale(lengths), WRITE, WorkSize(99_999, 1, 1, 30)).fill)
     assert [len(prompt.text.split()) for prompt in asked] == [pytest.approx(14080 * lengths, abs=4)] * 2
     assert reusable(asked, [], characters)[1] == pytest.approx(9600 / 14080, abs=0.06)
@@ -156,7 +156,7 @@ def test_tables_have_no_blocks_and_share_nothing(tmp_path):
     table = tmp_path / "azure.csv"
     table.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:05.2319600,3180,8\n"
                      "2023-11-16 18:17:03.9799600,4808,10\n")  # fmt: skip
-    work = trace_work(read(table), TraceScale(0.1), WRITE, WorkSize(600, 1, 1, 30))
+    work = trace_work(read_arrivals(table), TraceScale(0.1), WRITE, WorkSize(600, 1, 1, 30))
     assert [script.start_s for script in work.fill] == [0.0, pytest.approx(1.252)]
     assert [len(prompt.text.split()) for prompt in prompts(work.fill)] == pytest.approx([480, 318], abs=4)
     assert max(reusable(prompts(work.fill), [], characters)) < 0.05
@@ -177,10 +177,10 @@ def test_tables_have_no_blocks_and_share_nothing(tmp_path):
 def test_a_trace_that_cannot_be_read_as_a_whole_is_refused(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=re.escape(name)):
-        read(tmp_path / name)
+        read_arrivals(tmp_path / name)
 
 
 @pytest.mark.skipif(not TRACES.exists(), reason="the shared traces are not here")
 def test_real_traces_are_read():
     for name in ("mooncake_conversation_trace.jsonl", "AzureLLMInferenceTrace_conv.csv", "claude_code"):
-        assert len(read(TRACES / name).requests) > 1000
+        assert len(read_arrivals(TRACES / name).requests) > 1000

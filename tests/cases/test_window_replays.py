@@ -30,7 +30,7 @@ from kvire.core.config import StoreConfig
 from kvire.core.spec import KVSpec
 from kvire.engine.engine import Engine
 from kvire.llm import LLM
-from kvire.models.loader import LoadedModel, load
+from kvire.models.loader import LoadedModel, load_model
 from kvire.models.resolve import resolve
 from kvire.store.tiered import TieredStore
 
@@ -52,7 +52,7 @@ LAYERS: dict[str, Any] = {
 @cache
 def loaded() -> LoadedModel:
     with TemporaryDirectory() as folder:
-        return load(make_tiny("gemma3_text", Path(folder), **LAYERS))
+        return load_model(make_tiny("gemma3_text", Path(folder), **LAYERS))
 
 
 def engine(store: TieredStore | None = None, window_blocks: int = WINDOW_BLOCKS) -> Engine:

@@ -11,7 +11,7 @@ import pytest
 from harness.commands import command
 from models.tiny import make_tiny
 
-from kvire.cli.plan.calibrate import measure
+from kvire.cli.plan.calibrate import calibration_record
 from kvire.core.cache_folder import write_json
 from kvire.plan.calibration import (
     Asked,
@@ -284,7 +284,7 @@ def test_a_measured_machine_is_remembered_and_checked_against_a_report(plan: Run
 @pytest.mark.model
 def test_this_machine_can_be_measured() -> None:
     """Short prompts, once: the times are this moment's, but every state must have come from where it says."""
-    found = measure("smollm2", "float16", lengths=(96, 256), repeats=1)
+    found = calibration_record("smollm2", "float16", lengths=(96, 256), repeats=1)
     asked = {(row["state"], row["tokens"]) for row in found["samples"]}
     assert asked == {(state, tokens) for state in "EGRD" for tokens in (96, 256)}
     who = measured_machine(found)

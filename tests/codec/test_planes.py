@@ -11,7 +11,7 @@ from codec.samples import UNSEALED, block, encoded, frames, read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvire.codec.codec import RAW, choose
+from kvire.codec.codec import RAW, codec_for
 from kvire.codec.codecs import planes
 from kvire.codec.codecs.planes import Planes, compress, decompress
 from kvire.core.errors import FrameDamaged, FrameForeign
@@ -56,12 +56,12 @@ def test_every_kind_of_float_survives(dtype):
 
 
 def test_only_what_a_tier_gains_by_is_compressed():
-    assert choose("bfloat16", 100e6) == Planes(2)
-    assert choose("float16", 10e6) == Planes(2)
-    assert choose("float32", 10e6) == Planes(4)
-    assert choose("int8", 10e6) == RAW  # no exponents
+    assert codec_for("bfloat16", 100e6) == Planes(2)
+    assert codec_for("float16", 10e6) == Planes(2)
+    assert codec_for("float32", 10e6) == Planes(4)
+    assert codec_for("int8", 10e6) == RAW  # no exponents
     for dtype in ("bfloat16", "float16", "float32"):
-        assert choose(dtype, 1e9) == RAW
+        assert codec_for(dtype, 1e9) == RAW
 
 
 def test_without_zstandard_frames_are_raw_and_compressed_ones_stay_unread(monkeypatch):
@@ -71,7 +71,7 @@ def test_without_zstandard_frames_are_raw_and_compressed_ones_stay_unread(monkey
     planes._zstandard.cache_clear()
     monkeypatch.setitem(sys.modules, "zstandard", None)
     try:
-        assert choose("bfloat16", 1e6) == RAW
+        assert codec_for("bfloat16", 1e6) == RAW
         assert read(frames(UNSEALED), record, encoded(frames(UNSEALED, Planes(2)), record, kv)) == kv
         with pytest.raises(FrameForeign, match="codec"):
             read(frames(UNSEALED), record, compressed)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from kvire.doctor.diagnose import MEMORY_BYTES, Doctor
 from kvire.doctor.findings import Diagnosis
 from kvire.doctor.logs import read_log
-from kvire.doctor.rules import CacheRules, Offers
+from kvire.doctor.rules import CacheOffers, CacheRules
 from kvire.doctor.tokens import Estimate
 from kvire.plan.prices import Price, PriceTable
 
-OFFERS = Offers(
+OFFERS = CacheOffers(
     PriceTable(
         "2026-01-01",
         "made up",

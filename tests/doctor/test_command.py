@@ -16,7 +16,7 @@ from kvire.cli.main import cli
 from kvire.core.errors import ConfigError
 from kvire.doctor.diagnose import Doctor
 from kvire.doctor.logs import read_log
-from kvire.doctor.rules import Offers
+from kvire.doctor.rules import CacheOffers
 from kvire.doctor.tokens import Tokenized
 from kvire.doctor.values import diagnosis_values
 from kvire.models.resolve import resolve
@@ -158,7 +158,7 @@ def test_a_small_index_still_finds_what_comes_back_soon() -> None:
 
 
 def test_models_of_the_log_come_first_and_every_provider_once() -> None:
-    offers = Offers(price_table())
+    offers = CacheOffers(price_table())
     chosen = offers.choose(["openai/gpt-4.1-2025-04-14", "unheard-of"])
     assert (chosen[0].price.model, chosen[0].in_log) == ("gpt-4.1", True)
     assert len({one.price.provider for one in chosen}) == len(chosen)

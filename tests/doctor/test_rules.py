@@ -10,7 +10,7 @@ from doctor.made_logs import as_lines, claude, time_stamp, words
 from kvire.doctor.prompt import PromptWriter
 from kvire.doctor.rules import CacheRules, Written
 from kvire.doctor.text import losses
-from kvire.doctor.values import diagnosis_values, notes
+from kvire.doctor.values import diagnosis_notes, diagnosis_values
 
 AUTOMATIC = CacheRules(min_tokens=1024, step_tokens=128, ttl_s=300)
 MARKED = CacheRules(min_tokens=1024, step_tokens=1, ttl_s=300, explicit=True)
@@ -142,7 +142,7 @@ def test_what_the_api_refuses_caches_nothing_and_is_said(body: dict[str, Any], r
     assert (refused.requests, refused.line) == (2, 1)
     assert (totals.cached, totals.written) == (0, Written())
     assert diagnosis.totals.without_breakpoint == 0
-    (note,) = [note for note in notes(diagnosis) if "refuses" in note]
+    (note,) = [note for note in diagnosis_notes(diagnosis) if "refuses" in note]
     assert note.startswith("2 requests that the API refuses, first in line 1: ") and said in note
 
 

@@ -31,7 +31,7 @@ from kvire.core.dtypes import KV_DTYPES
 from kvire.engine import build
 from kvire.engine.engine import Engine
 from kvire.engine.request import Request, SamplingParams
-from kvire.models.loader import LoadedModel, load
+from kvire.models.loader import LoadedModel, load_model
 
 GPU = "fakegpu"
 
@@ -77,11 +77,11 @@ def make_fake(loaded: LoadedModel, mode: FakeTensorMode) -> None:
 
 def fake_engine(path: Path, **options: Any) -> Engine:
     mode = FakeTensorMode()
-    loaded = load(path)
+    loaded = load_model(path)
     make_fake(loaded, mode)
     gpu = torch.device(GPU, 0)
     with (
-        patch.object(build, "load", lambda *_, **__: loaded),
+        patch.object(build, "load_model", lambda *_, **__: loaded),
         patch.object(build, "choose_device", lambda _: gpu),
         patch.object(build, "free_bytes", lambda _: 1 << 30),
         patch.object(build, "device_with_room", lambda *_: gpu),

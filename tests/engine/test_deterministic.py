@@ -21,7 +21,7 @@ from kvire.engine.engine import Engine
 from kvire.engine.packing import build_batch
 from kvire.engine.request import Request
 from kvire.engine.scheduler import Chunk
-from kvire.models.loader import load
+from kvire.models.loader import load_model
 
 KINDS = ["portable", "native"] if native_available() else ["portable"]
 MakeEngine = Callable[..., Engine]  # options of EngineConfig -> an engine of one model
@@ -127,7 +127,7 @@ def test_fast_mode_differs_in_some_bits() -> None:
 
 def engines_of(path: Path, kind: str, block_size: int = BLOCK) -> MakeEngine:
     """Engines whose pool is too small for the traffic all at once."""
-    spec = KVSpec(load(path).groups, block_size=block_size)
+    spec = KVSpec(load_model(path).groups, block_size=block_size)
     kv_memory = max(17 * BLOCK, 8 * block_size) * spec.bytes_per_token
 
     def make(**options: object) -> Engine:

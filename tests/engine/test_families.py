@@ -16,7 +16,7 @@ from kvire.cache.batch import Batch
 from kvire.cache.paged import PagedKV
 from kvire.core.spec import KVSpec
 from kvire.models.families import expanded_elements_per_token
-from kvire.models.loader import LoadedModel, load
+from kvire.models.loader import LoadedModel, load_model
 
 BLOCK = 8
 NUM_BLOCKS = 120
@@ -108,7 +108,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 @pytest.mark.parametrize("make_backend", BACKENDS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_logits_equal_the_uncached_forward(family: str, make_backend, tiny: dict[str, Path]) -> None:
-    for seq, expected in run_mixed(load(tiny[family]), make_backend(), "float32", seed=1):
+    for seq, expected in run_mixed(load_model(tiny[family]), make_backend(), "float32", seed=1):
         assert torch.cat(seq.logits).sub(expected).abs().max() < TOLERANCE["float32"]
 
 
@@ -119,7 +119,7 @@ def test_logits_equal_the_uncached_forward(family: str, make_backend, tiny: dict
 )
 def test_half_precision_pools_stay_close(family: str, dtype: str, make_backend, tiny: dict[str, Path]) -> None:
     """Typically: where rounding sends a token to another expert, its logits may differ by anything."""
-    for seq, expected in run_mixed(load(tiny[family]), make_backend(), dtype, seed=2):
+    for seq, expected in run_mixed(load_model(tiny[family]), make_backend(), dtype, seed=2):
         typical = torch.cat(seq.logits).sub(expected).abs().amax(dim=-1).median()
         assert 0 < typical < TOLERANCE[dtype]
 
@@ -127,7 +127,7 @@ def test_half_precision_pools_stay_close(family: str, dtype: str, make_backend, 
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_every_block_in_reach_counts_and_no_other(family: str, tiny: dict[str, Path]) -> None:
     """What gives the matrix its worth: zeroing any one block of a group moves the next logits, if the group sees it."""
-    loaded = load(tiny[family])
+    loaded = load_model(tiny[family])
     ids = [(37 * i + 11) % 256 for i in range(60)]
     paged = PagedKV(KVSpec(loaded.groups, "float32", BLOCK), 8)
     model = PagedModel(loaded.model, PagedCache(paged, BACKENDS[0]()))
@@ -192,7 +192,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_other_forms_of_a_family(variant: str, make_backend, tmp_path: Path) -> None:
     family, overrides = VARIANTS[variant]
-    loaded = load(make_tiny(family, tmp_path / variant, **overrides))
+    loaded = load_model(make_tiny(family, tmp_path / variant, **overrides))
     for seq, expected in run_mixed(loaded, make_backend(), "float32", seed=3):
         assert torch.cat(seq.logits).sub(expected).abs().max() < TOLERANCE["float32"]
 
@@ -202,7 +202,7 @@ def test_longrope_has_the_factors_of_the_longest_sequence(tmp_path: Path) -> Non
     path = make_tiny("phi3", tmp_path / "phi3", sliding_window=None, **LONGROPE)
     ids = torch.tensor([[(7 * i) % 256 for i in range(40)]])
     plain = AutoModelForCausalLM.from_pretrained(path)
-    short, long = load(path, max_model_len=32), load(path, max_model_len=2048)
+    short, long = load_model(path, max_model_len=32), load_model(path, max_model_len=2048)
     with torch.inference_mode():
         of_short, of_long = plain(ids[:, :32]).logits, plain(ids).logits
         assert torch.equal(short.model(ids[:, :32]).logits, of_short)
@@ -210,13 +210,13 @@ def test_longrope_has_the_factors_of_the_longest_sequence(tmp_path: Path) -> Non
         assert (long.model(ids[:, :32]).logits - of_long[:, :32]).abs().max() < 1e-4
         assert (of_short - of_long[:, :32]).abs().max() > 0.1
     assert short.config_digest != long.config_digest
-    assert load(path).config_digest == long.config_digest
+    assert load_model(path).config_digest == long.config_digest
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
 def test_latent_attention_keeps_a_fraction_of_what_its_heads_would(family: str, tiny: dict[str, Path]) -> None:
     """4 heads of 24 + 16 numbers a layer become one latent of 32 + 8: a quarter of the bytes in the pool."""
-    loaded = load(tiny[family])
+    loaded = load_model(tiny[family])
     config = loaded.config
     expanded = config.num_hidden_layers * config.num_attention_heads * (config.qk_head_dim + config.v_head_dim)
     paged = PagedKV(KVSpec(loaded.groups, "float16", BLOCK), 10)
@@ -225,13 +225,13 @@ def test_latent_attention_keeps_a_fraction_of_what_its_heads_would(family: str, 
 
 
 def test_layers_that_share_kv_keep_none(tiny: dict[str, Path]) -> None:
-    loaded = load(tiny["gemma4_text"])
+    loaded = load_model(tiny["gemma4_text"])
     assert [(group.layers, group.key_width) for group in loaded.groups] == [((1, 3), 32), ((0, 2), 16)]
 
 
 def test_what_deepseek_keeps_is_its_latent(tiny: dict[str, Path]) -> None:
     """Stored bytes = layers x (rank + rope width) x bytes, whatever the number of heads."""
-    loaded = load(tiny["deepseek_v3"])
+    loaded = load_model(tiny["deepseek_v3"])
     config = loaded.config
     paged = PagedKV(KVSpec(loaded.groups, "float16", BLOCK), 10)
     per_token = config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim) * 2
@@ -239,7 +239,7 @@ def test_what_deepseek_keeps_is_its_latent(tiny: dict[str, Path]) -> None:
 
 
 def test_gemma3_keeps_two_groups(tiny: dict[str, Path]) -> None:
-    loaded = load(tiny["gemma3_text"])
+    loaded = load_model(tiny["gemma3_text"])
     assert [group.window for group in loaded.groups] in ([24, None], [None, 24])
 
 
@@ -248,7 +248,7 @@ def test_two_engines_in_one_process_do_not_meet(tiny: dict[str, Path]) -> None:
     make_backend = BACKENDS[0]
     runs = []
     for family in ("llama", "qwen3"):
-        loaded = load(tiny[family])
+        loaded = load_model(tiny[family])
         ids = [(7 * i) % 256 for i in range(40)]
         with torch.inference_mode():
             expected = loaded.model(torch.tensor([ids])).logits[0]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvire import LLM
-from kvire.models.loader import load
+from kvire.models.loader import load_model
 from kvire.models.resolve import resolve
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -27,14 +27,14 @@ NEW_TOKENS = 64
 
 def prompts(name: str, lengths: tuple[int, ...]) -> list[list[int]]:
     """Stretches of the report of exactly these lengths."""
-    ids = load(resolve(name)).tokenizer(REPORT.read_text(encoding="utf-8"))["input_ids"]
+    ids = load_model(resolve(name)).tokenizer(REPORT.read_text(encoding="utf-8"))["input_ids"]
     starts = [BEGINNINGS[n] if name == "smollm2" else 37 * i * (i % 2) for i, n in enumerate(lengths)]
     return [ids[start : start + n] for start, n in zip(starts, lengths, strict=True)]
 
 
 def expected(name: str, many: list[list[int]]) -> list[list[int]]:
     """Greedy answers of transformers' own generate, each prompt alone."""
-    model = load(resolve(name)).model
+    model = load_model(resolve(name)).model
     answers = []
     for ids in many:
         prompt = torch.tensor([ids])

@@ -15,7 +15,7 @@ from kvire.core.errors import ConfigError
 from kvire.core.spec import KVGroup, KVSpec, LayerKind
 from kvire.engine.engine import Engine
 from kvire.engine.memory_plan import MemoryPlan
-from kvire.models.loader import LoadedModel, load
+from kvire.models.loader import LoadedModel, load_model
 
 B = BLOCK
 WINDOW = 24  # of the tiny models
@@ -26,7 +26,7 @@ FAMILIES = ["gemma3_text", "mistral"]
 @cache
 def loaded(family: str) -> LoadedModel:
     with TemporaryDirectory() as folder:
-        return load(make_tiny(family, Path(folder)))
+        return load_model(make_tiny(family, Path(folder)))
 
 
 def window_engine(family: str, full_blocks: int = 256, window_blocks: int | None = None, **options) -> Engine:

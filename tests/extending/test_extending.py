@@ -14,7 +14,7 @@ from store.blocks import frame_of, records_of
 
 from kvire.attention.cpu import best_attention
 from kvire.codec import codec as codec_module
-from kvire.codec.codec import RAW, choose, codecs
+from kvire.codec.codec import RAW, codec_for, codecs
 from kvire.codec.frame import Header
 from kvire.core import discovery, dtypes
 from kvire.core.dtypes import KV_DTYPES, KVDType
@@ -22,7 +22,7 @@ from kvire.core.errors import ConfigError, FrameDamaged
 from kvire.core.spec import KVGroup, KVSpec, LayerKind
 from kvire.engine.request import Request, SamplingParams
 from kvire.replay.caches import RankCache
-from kvire.replay.simulate import run, run_store
+from kvire.replay.simulate import run_store, simulate
 from kvire.replay.store_tiers import StoreTier, StoreTiers
 from kvire.store.eviction import policy as policy_module
 from kvire.store.eviction.policy import policies
@@ -84,8 +84,8 @@ def test_a_codec_is_a_file(add_codec, key):
 
 
 def test_tiers_choose_among_all_codecs(add_codec):
-    assert choose("int8", 100) == add_codec()
-    assert choose("int8", 1e9) == RAW
+    assert codec_for("int8", 100) == add_codec()
+    assert codec_for("int8", 1e9) == RAW
 
 
 def test_a_module_without_the_part_is_left_out(add_file):
@@ -144,9 +144,9 @@ def test_an_eviction_policy_is_a_file(add_policy):
     trace = random_trace(3, requests=120)
     hits = [
         run_store(trace, StoreTiers([StoreTier(trace, 12, add_policy)])).tokens,
-        run(trace, RankCache(trace, 12, add_policy)).tokens,
+        simulate(trace, RankCache(trace, 12, add_policy)).tokens,
     ]
-    assert hits[0] == hits[1] != run(trace, RankCache(trace, 12, policies()["lru"])).tokens
+    assert hits[0] == hits[1] != simulate(trace, RankCache(trace, 12, policies()["lru"])).tokens
     tier = MemoryTier(3 * 4096, policy=add_policy)
     again, once, new = ([*records_of(range(start, start + 16), kv_bytes=600)] for start in (0, 100, 200))
     for record in (*again, *once):

@@ -3,7 +3,7 @@
 import pytest
 from store.stores import blocks, load_all, ready, save_all
 
-from kvire.codec.codec import choose
+from kvire.codec.codec import codec_for
 from kvire.core.config import StoreConfig
 from kvire.core.errors import ConfigError
 from kvire.store.open import open_store
@@ -106,5 +106,7 @@ def test_help_and_errors_name_it(add_shelf):
 
 def test_its_bandwidth_chooses_the_codec(add_shelf):
     """Floats are packed where that pays: for object stores, not for Redis."""
-    packs = {each: choose("float16", scheme.scheme_of(each).bytes_per_s).shortens for each in ("shelf", "s3", "redis")}
+    packs = {
+        each: codec_for("float16", scheme.scheme_of(each).bytes_per_s).shortens for each in ("shelf", "s3", "redis")
+    }
     assert packs == {"shelf": True, "s3": True, "redis": False}

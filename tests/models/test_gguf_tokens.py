@@ -9,7 +9,7 @@ from kvire.core.errors import UnsupportedModelError
 from kvire.llm import LLM
 from kvire.models import gguf_config
 from kvire.models.chat import encode_chat
-from kvire.models.loader import LoadedModel, load
+from kvire.models.loader import LoadedModel, load_model
 from kvire.models.resolve import resolve
 
 from .tiny_gguf import TOKENS, make_gguf
@@ -24,7 +24,7 @@ CHATML = (
 def _loaded(path: Path, pre: str = "", arch: str = "llama", **tokenizer: Any) -> LoadedModel:
     """tokenizer: fields below tokenizer.ggml, or the chat template."""
     fields = {name if name == "chat_template" else f"ggml.{name}": value for name, value in tokenizer.items()}
-    return load(resolve(str(make_gguf(path / "tiny.gguf", arch, pre=pre, tokenizer=fields))))
+    return load_model(resolve(str(make_gguf(path / "tiny.gguf", arch, pre=pre, tokenizer=fields))))
 
 
 ENDS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {

@@ -14,7 +14,7 @@ from kvire.core.errors import ConfigError, UnsupportedModelError
 from kvire.core.spec import LayerKind
 from kvire.models import loader
 from kvire.models.families import kv_groups
-from kvire.models.loader import load
+from kvire.models.loader import load_model
 
 from .tiny import EACH_FAMILY, EOS, WINDOW, byte_tokenizer, make_tiny
 
@@ -25,7 +25,7 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_every_family(family: str, tmp_path: Path) -> None:
-    loaded = load(make_tiny(family, tmp_path / family))
+    loaded = load_model(make_tiny(family, tmp_path / family))
     config = AutoConfig.from_pretrained(loaded.path)
     assert isinstance(config, PreTrainedConfig)
     keeping = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
@@ -42,7 +42,7 @@ def test_every_family(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_logits_depend_on_all_of_the_kv(family: str, tmp_path: Path) -> None:
     """What makes the tiny models worth testing with: every token in reach changes the answer visibly."""
-    loaded = load(make_tiny(family, tmp_path / family))
+    loaded = load_model(make_tiny(family, tmp_path / family))
     ids = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(1))
     answer = _logits(loaded.model, ids)
     for position in range(ids.shape[1]):
@@ -52,10 +52,10 @@ def test_logits_depend_on_all_of_the_kv(family: str, tmp_path: Path) -> None:
 
 
 def test_the_same_seed_is_the_same_model(tmp_path: Path) -> None:
-    one, two, other = (load(make_tiny("llama", tmp_path / str(i), seed=seed)) for i, seed in enumerate((0, 0, 1)))
+    one, two, other = (load_model(make_tiny("llama", tmp_path / str(i), seed=seed)) for i, seed in enumerate((0, 0, 1)))
     assert (one.weights_digest, one.config_digest) == (two.weights_digest, two.config_digest)
     assert one.weights_digest != other.weights_digest
-    longer = load(make_tiny("llama", tmp_path / "longer", rms_norm_eps=1e-3))
+    longer = load_model(make_tiny("llama", tmp_path / "longer", rms_norm_eps=1e-3))
     assert longer.config_digest != one.config_digest
 
 
@@ -64,15 +64,15 @@ def test_weights_stored_in_bfloat16_are_computed_with_in_float32(tmp_path: Path)
     half = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     half.save_pretrained(tmp_path / "half")
     byte_tokenizer().save_pretrained(tmp_path / "half")
-    loaded = load(tmp_path / "half")
+    loaded = load_model(tmp_path / "half")
     assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
     for name, value in half.state_dict().items():
         assert torch.equal(value.float(), loaded.model.state_dict()[name])
-    assert load(tmp_path / "half", dtype="bfloat16").weights_bytes * 2 == loaded.weights_bytes
+    assert load_model(tmp_path / "half", dtype="bfloat16").weights_bytes * 2 == loaded.weights_bytes
 
 
 def test_the_tokenizer(tmp_path: Path) -> None:
-    tokenizer = load(make_tiny("llama", tmp_path / "model")).tokenizer
+    tokenizer = load_model(make_tiny("llama", tmp_path / "model")).tokenizer
     text = "Grüße, 世界!\n"
     ids = tokenizer(text).input_ids
     assert len(ids) == len(text.encode())
@@ -107,7 +107,7 @@ def test_groups_are_held_against_the_layers_as_built(
     *others, last = kv_groups(AutoConfig.from_pretrained(make_tiny(family, tmp_path / family)))
     monkeypatch.setattr(loader, "kv_groups", lambda _: (*others, replace(last, **wrong)))
     with pytest.raises(UnsupportedModelError, match=words):
-        load(tmp_path / family)
+        load_model(tmp_path / family)
 
 
 @pytest.mark.parametrize(
@@ -121,26 +121,26 @@ def test_files_that_do_not_belong_together(tmp_path: Path, change: dict[str, tor
     folder = make_tiny("llama", tmp_path / "model")
     _rewrite(folder, change)
     with pytest.raises(UnsupportedModelError, match=words):
-        load(folder)
+        load_model(folder)
 
 
 def test_weights_of_other_shapes(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path / "model")
     _rewrite(folder, {"model.norm.weight": torch.zeros(63)})
     with pytest.raises(UnsupportedModelError, match=r"model.norm.weight"):
-        load(folder)
+        load_model(folder)
 
 
 def test_not_enough_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_tiny("llama", tmp_path / "model")
     monkeypatch.setattr(loader, "available_bytes", lambda: 1000)
     with pytest.raises(ConfigError, match=r"needs .* and 1000 B of memory are available"):
-        load(folder)
+        load_model(folder)
 
 
 def test_an_unknown_dtype(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"int3"):
-        load(tmp_path, dtype="int3")
+        load_model(tmp_path, dtype="int3")
 
 
 def test_files_that_change_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,12 +155,12 @@ def test_files_that_change_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(loader, "_load_model", rewriting)
     with pytest.raises(UnsupportedModelError, match=r"being written while it was loaded"):
-        load(folder)
+        load_model(folder)
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"no tokenizer"):
-        load(make_tiny("llama", tmp_path / "model", tokenizer=False))
+        load_model(make_tiny("llama", tmp_path / "model", tokenizer=False))
 
 
 def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path: Path) -> None:
@@ -170,14 +170,14 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path: Path) -> None:
     path.write_text(json.dumps(config | {"tokenizer_class": "X"}))
     (folder / "tokenization_x.py").write_text(f"open({str(tmp_path / 'exploded')!r}, 'w')")
     with pytest.raises(UnsupportedModelError, match=r"tokenizer"):
-        load(folder)
+        load_model(folder)
     assert not (tmp_path / "exploded").exists()
 
 
 def test_every_file_that_names_an_end_counts(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path / "model")
     (folder / "generation_config.json").write_text('{"eos_token_id": [259, 7]}')
-    assert load(folder).eos_token_ids == (7, EOS, 259)
+    assert load_model(folder).eos_token_ids == (7, EOS, 259)
 
 
 def test_a_config_that_its_class_refuses(tmp_path: Path) -> None:
@@ -185,4 +185,4 @@ def test_a_config_that_its_class_refuses(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text()) | {"rms_norm_eps": "small"}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match=r"config\.json is not valid.*rms_norm_eps"):
-        load(folder)
+        load_model(folder)

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from kvire.core.spec import LayerKind
 from kvire.models.embedded import EMBEDDED, find_embedded
-from kvire.models.loader import LoadedModel, load
+from kvire.models.loader import LoadedModel, load_model
 
 pytestmark = pytest.mark.model
 
@@ -17,12 +17,12 @@ TEXTS = ["Hello world", "naïve 日本語 🙂", "def f(x):\n\treturn x  # twice
 
 @pytest.fixture(scope="module")
 def chat(smollm2: Path) -> LoadedModel:
-    return load(smollm2)
+    return load_model(smollm2)
 
 
 @pytest.fixture(scope="module")
 def base(gemma3: Path) -> LoadedModel:
-    return load(gemma3)
+    return load_model(gemma3)
 
 
 def _greedy(loaded: LoadedModel, text: str, limit: int) -> list[int]:

@@ -7,7 +7,7 @@ import pytest
 
 from kvire.core.errors import ModelNotFoundError, UnsupportedModelError
 from kvire.models.catalog import describe
-from kvire.models.loader import load
+from kvire.models.loader import load_model
 from kvire.models.planned import find_model
 from kvire.models.resolve import resolve
 
@@ -31,10 +31,10 @@ def whole(tmp_path: Path) -> Path:
 
 
 def test_either_part_and_the_folder_are_the_whole_model(split: Path, whole: Path) -> None:
-    expected = load(resolve(str(whole)))
+    expected = load_model(resolve(str(whole)))
     found = {resolve(str(path)) for path in (split / NAMES[0], split / NAMES[1], split)}
     (folder,) = found
-    loaded = load(folder)
+    loaded = load_model(folder)
     assert (loaded.weights_digest, loaded.name) == (expected.weights_digest, "m")
     assert loaded.config_digest == expected.config_digest
     assert loaded.tokenizer("a t").input_ids == expected.tokenizer("a t").input_ids
@@ -59,9 +59,9 @@ def test_a_part_that_is_missing_is_named(split: Path, gone: str, number: int) ->
 
 
 def test_a_whole_file_may_be_called_the_only_part(tmp_path: Path, whole: Path) -> None:
-    expected = load(resolve(str(whole))).weights_digest
+    expected = load_model(resolve(str(whole))).weights_digest
     named = whole.rename(tmp_path / "m-00001-of-00001.gguf")
-    assert load(resolve(str(named))).weights_digest == expected
+    assert load_model(resolve(str(named))).weights_digest == expected
 
 
 def test_a_part_whose_name_does_not_say_so(split: Path) -> None:
@@ -98,7 +98,7 @@ def test_an_output_matrix_of_its_own(tmp_path: Path, head: bool) -> None:  # noq
     path = make_gguf(tmp_path / "m.gguf", head=head)
     folder = resolve(str(path))
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is not head
-    model = load(folder).model
+    model = load_model(folder).model
     own = model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
     assert own == head
     assert describe(str(path)).parameters == find_model(str(path)).shape.weights.total

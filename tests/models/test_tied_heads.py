@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from kvire.core.errors import UnsupportedModelError
 from kvire.models.catalog import describe
-from kvire.models.loader import load
+from kvire.models.loader import load_model
 from kvire.models.planned import find_model
 
 from .tiny import make_tiny
@@ -43,7 +43,7 @@ def _in_file(folder: Path) -> int:
 def _assert_as_transformers(folder: Path) -> None:
     """The same greedy answers to 20 prompts, and everybody counts what the file has."""
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ours = load(folder).model
+    ours = load_model(folder).model
     for seed in range(20):
         prompt = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(seed))
         options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -56,7 +56,7 @@ def test_a_matrix_too_many_counts_as_transformers_takes_it(family: str, tmp_path
     folder = make_tiny(family, tmp_path / "model", tie_word_embeddings=True)
     _change(folder, _noise())
     _assert_as_transformers(folder)
-    assert not torch.equal(load(folder).model.lm_head.weight, load(folder).model.model.embed_tokens.weight)
+    assert not torch.equal(load_model(folder).model.lm_head.weight, load_model(folder).model.model.embed_tokens.weight)
 
 
 def test_a_copy_of_the_embedding_changes_nothing(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_matrix_that_is_missing_is_never_noise(family: str, said: Any, tmp_pat
         _assert_as_transformers(folder)
         return
     with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight.*tie_word_embeddings"):
-        load(folder)
+        load_model(folder)
     facts = describe(str(folder))
     assert not facts.supported and "lm_head.weight" in facts.reason
     with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight.*tie_word_embeddings"):
@@ -94,4 +94,4 @@ def test_a_build_that_does_not_look_is_noticed(tmp_path: Path, monkeypatch: pyte
     _change(folder, None, tie_word_embeddings=False)
     monkeypatch.setattr("kvire.models.loader.need_output_matrix", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight"):
-        load(folder)
+        load_model(folder)

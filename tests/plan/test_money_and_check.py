@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvire.core.errors import ConfigError
-from kvire.plan.check import check
+from kvire.plan.check import check_times
 from kvire.plan.prices import Price, bill, hosted_prices, own_usd_per_million, price_table, years_until_worn
 from kvire.plan.shape import Storage
 from kvire.plan.sizing import MemoryUse, ServingUse, growth, longest_context, parity_tokens, parity_users, users
@@ -121,23 +121,23 @@ def test_a_check_uses_medians_and_what_was_computed() -> None:
         asked.append((state, tokens, new))
         return 1.2
 
-    (row,) = check(report(), predict)
+    (row,) = check_times(report(), predict)
     assert asked == [("R", 512, 16)]
     assert row.measured_s == 1.0 and row.error == pytest.approx(0.2) and row.within
-    (row,) = check(report(), lambda *_: 0.7)
+    (row,) = check_times(report(), lambda *_: 0.7)
     assert not row.within
 
 
 def test_a_check_does_not_compare_with_another_model_or_dtype() -> None:
     found = report(arm="A") | {"arms": [{"name": "A", "kind": "kvire", "model": {"layers": 30, "kv_dtype": "float32"}}]}
-    (row,) = check(found, lambda *_: 1.0, {"layers": 30, "kv_dtype": "float16"})
+    (row,) = check_times(found, lambda *_: 1.0, {"layers": 30, "kv_dtype": "float16"})
     assert row.predicted_s is None and "kv_dtype float32, planned for float16" in row.why
-    (row,) = check(found, lambda *_: 1.0, {"layers": 30, "kv_dtype": "float32"})
+    (row,) = check_times(found, lambda *_: 1.0, {"layers": 30, "kv_dtype": "float32"})
     assert row.within
 
 
 def test_a_check_says_what_it_cannot_predict() -> None:
-    (row,) = check(report(), lambda *_: None)
+    (row,) = check_times(report(), lambda *_: None)
     assert row.within is None and "state R" in row.why
     for fields, why in (
         ({"concurrency": 8}, "several requests"),
@@ -145,13 +145,13 @@ def test_a_check_says_what_it_cannot_predict() -> None:
         ({"arm": "llama.cpp"}, "another server"),
     ):
         arms = {"arms": [{"name": "kvire", "kind": "kvire"}, {"name": "llama.cpp", "kind": "url"}]}
-        (row,) = check(report(**fields) | arms, lambda *_: 1.0)
+        (row,) = check_times(report(**fields) | arms, lambda *_: 1.0)
         assert row.predicted_s is None and why in row.why
 
 
 def test_failed_requests_do_not_count() -> None:
     failed = {"ttft_s": 0.001, "error": "timed out"}
-    (row,) = check(report(samples=[failed, {"ttft_s": 1.0, "error": None}]), lambda *_: 1.0)
+    (row,) = check_times(report(samples=[failed, {"ttft_s": 1.0, "error": None}]), lambda *_: 1.0)
     assert (row.samples, row.measured_s) == (1, 1.0)
 
 
@@ -160,4 +160,4 @@ def test_failed_requests_do_not_count() -> None:
 )
 def test_reports_that_are_none(broken: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
-        check(broken, lambda *_: 1.0)
+        check_times(broken, lambda *_: 1.0)

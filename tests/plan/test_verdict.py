@@ -12,7 +12,7 @@ from kvire.core.errors import ConfigError
 from kvire.plan.hardware import break_even_bytes_per_s, machine
 from kvire.plan.hits import HitCurve, assumed_reuse, read_curve
 from kvire.plan.plan import Money, Plan, device_tokens
-from kvire.plan.report import build
+from kvire.plan.report import plan_values
 from kvire.plan.serve import PromptShape, computed, from_device, from_tier
 from kvire.plan.shape import Storage
 from kvire.plan.sizing import ServingUse
@@ -257,7 +257,7 @@ def test_a_store_keeps_every_layer_of_every_token(name: str, each: int) -> None:
 def test_a_store_keeps_a_state_for_each_sequence() -> None:
     hybrid = shape("qwen3.5-27b")
     assert stored_bytes_per_token(hybrid, FP16, 8192) == 65_536 + hybrid.state_bytes(FP16) / 8192
-    assert any("one recurrent state for each sequence" in note for note in build(plan("qwen3.5-27b"))["notes"])
+    assert any("one recurrent state for each sequence" in note for note in plan_values(plan("qwen3.5-27b"))["notes"])
 
 
 def test_a_store_of_int8_keeps_the_scales_and_every_rank_its_part() -> None:
@@ -301,7 +301,7 @@ def plan(name: str) -> Plan:
 
 def test_sizes_of_tiers_and_wear_count_what_is_stored_and_the_device_what_it_keeps() -> None:
     """A million tokens of 36,864 bytes to the tier; of 8,192, a quarter and 256 of answer are new, 240 times a day."""
-    record = build(plan("gemma3-270m"))
+    record = plan_values(plan("gemma3-270m"))
     (offer,) = record["verdict"]["offers"]
     assert offer["tokens"] == 1_000_000
     assert record["money"]["disk_wear"]["bytes_per_day"] == 24 * 10 * (2048 + 256) * 36_864

@@ -10,7 +10,7 @@ from store.stores import load_all, open_store, save_all
 from kvire.core.record import BlockId
 from kvire.replay import store_tiers as simulated
 from kvire.replay.caches import RankCache
-from kvire.replay.simulate import run, run_store
+from kvire.replay.simulate import run_store, simulate
 from kvire.store.disk.tier import DiskTier
 from kvire.store.eviction.order import EvictionOrder
 from kvire.store.eviction.policy import policies
@@ -194,7 +194,7 @@ def test_the_store_and_the_fast_replay_hit_the_same(seed, policy):
     """With prompts that fit: the order of the store's tiers, and the same policy over whole requests."""
     trace = random_trace(seed, requests=200)
     for blocks in (12, 20, 30):
-        assert hit_tokens(trace, blocks, policy) == run(trace, RankCache(trace, blocks, policy)).tokens
+        assert hit_tokens(trace, blocks, policy) == simulate(trace, RankCache(trace, blocks, policy)).tokens
 
 
 def test_a_prompt_that_does_not_fit_keeps_its_beginning():

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvire.attention.params import AttentionParams
-from kvire.attention.reference import Expand, PortableAttention, StepPlan
+from kvire.attention.reference import AttentionPlan, Expand, PortableAttention
 from kvire.cache.batch import Batch
 
 # Index of a block of the sequence -> K [kv_heads, block_size, dk] and V [kv_heads, block_size, dv],
@@ -60,7 +60,7 @@ class BlockwiseAttention(PortableAttention):
     name = "blockwise"
 
     def attend(
-        self, plan: StepPlan, layer: int, query: Tensor, k: Tensor, v: Tensor, params: AttentionParams
+        self, plan: AttentionPlan, layer: int, query: Tensor, k: Tensor, v: Tensor, params: AttentionParams
     ) -> Tensor:
         """As PortableAttention.attend."""
         assert query.shape[0] == k.shape[0] == v.shape[0] == plan.batch.cu_seqlens[-1], (query.shape, k.shape)
@@ -72,7 +72,7 @@ class BlockwiseAttention(PortableAttention):
         return self._attend_pieces(plan, query, params, read)
 
     def attend_latent(
-        self, plan: StepPlan, layer: int, query: Tensor, expand: Expand, params: AttentionParams
+        self, plan: AttentionPlan, layer: int, query: Tensor, expand: Expand, params: AttentionParams
     ) -> Tensor:
         """As PortableAttention.attend_latent; `expand` gets whole blocks, zero past the end of the
         context.
@@ -85,7 +85,7 @@ class BlockwiseAttention(PortableAttention):
 
         return self._attend_pieces(plan, query, params, read)
 
-    def _read_block(self, plan: StepPlan, layer: int, sequence: int, block: int) -> tuple[Tensor, Tensor]:
+    def _read_block(self, plan: AttentionPlan, layer: int, sequence: int, block: int) -> tuple[Tensor, Tensor]:
         """float32 [block_size, kv_heads, width], uninitialised past the context."""
         size = plan.paged.spec.block_size
         stop = min((block + 1) * size, plan.batch.context_lens[sequence])
@@ -95,7 +95,7 @@ class BlockwiseAttention(PortableAttention):
 
     def _attend_pieces(
         self,
-        plan: StepPlan,
+        plan: AttentionPlan,
         query: Tensor,
         params: AttentionParams,
         read: Callable[[int, int], tuple[Tensor, Tensor]],

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvire.attention.blockwise import BlockwiseAttention
 from kvire.attention.params import AttentionParams
-from kvire.attention.reference import Expand, PortableAttention, StepPlan
+from kvire.attention.reference import AttentionPlan, Expand, PortableAttention
 from kvire.cache.batch import Batch
 from kvire.cache.paged import PagedKV
 from kvire.core.dtypes import KV_DTYPES
@@ -44,7 +44,7 @@ class NativeAttention(PortableAttention):
         self._layers: WeakKeyDictionary[PagedKV, dict[int, Any]] = WeakKeyDictionary()
         self.name = f"native-{native.isa()}"
 
-    def write(self, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
+    def write(self, plan: AttentionPlan, layer: int, k: Tensor, v: Tensor) -> None:
         """k: [T, kv_heads, key_width], v: [T, kv_heads, value_width]; rounded to the pool's
         dtype.
         """
@@ -70,7 +70,7 @@ class NativeAttention(PortableAttention):
         )
 
     def attend(
-        self, plan: StepPlan, layer: int, query: Tensor, k: Tensor, v: Tensor, params: AttentionParams
+        self, plan: AttentionPlan, layer: int, query: Tensor, k: Tensor, v: Tensor, params: AttentionParams
     ) -> Tensor:
         """As PortableAttention.attend."""
         if not _is_cpu_float(query):
@@ -84,7 +84,7 @@ class NativeAttention(PortableAttention):
             self._prefill(plan, layer, sequence, query, params, out)
         return out
 
-    def _decode(self, plan: StepPlan, layer: int, query: Tensor, params: AttentionParams, out: Tensor) -> None:
+    def _decode(self, plan: AttentionPlan, layer: int, query: Tensor, params: AttentionParams, out: Tensor) -> None:
         """The leading rows, one per sequence, into the leading rows of `out`."""
         key_width = plan.paged.k(layer).shape[-1]
         table = plan.batch.block_tables[plan.paged.group_of[layer]]
@@ -111,7 +111,7 @@ class NativeAttention(PortableAttention):
         )
 
     def _prefill(
-        self, plan: StepPlan, layer: int, sequence: int, query: Tensor, params: AttentionParams, out: Tensor
+        self, plan: AttentionPlan, layer: int, sequence: int, query: Tensor, params: AttentionParams, out: Tensor
     ) -> None:
         """The rows of one sequence, into theirs of `out`."""
         rows = plan.rows(sequence)
@@ -138,7 +138,7 @@ class NativeAttention(PortableAttention):
             threads=torch.get_num_threads(),
         )
 
-    def _gather(self, plan: StepPlan, layer: int, sequence: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _gather(self, plan: AttentionPlan, layer: int, sequence: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         keys, values = plan.paged.k(layer), plan.paged.v(layer)
         table = plan.batch.block_tables[plan.paged.group_of[layer]][sequence]
         assert table.dtype == torch.int32 and table.is_contiguous()
@@ -194,21 +194,21 @@ class DeterministicNativeAttention(NativeAttention):
         super().__init__()
         self._blockwise = BlockwiseAttention()
 
-    def plan(self, paged: PagedKV, batch: Batch) -> StepPlan:
+    def plan(self, paged: PagedKV, batch: Batch) -> AttentionPlan:
         """As PortableAttention.plan; no row is a decode."""
         plan = super().plan(paged, batch)
         plan.num_decodes = 0
         return plan
 
     def attend(
-        self, plan: StepPlan, layer: int, query: Tensor, k: Tensor, v: Tensor, params: AttentionParams
+        self, plan: AttentionPlan, layer: int, query: Tensor, k: Tensor, v: Tensor, params: AttentionParams
     ) -> Tensor:
         """As PortableAttention.attend, for float32 on the CPU only."""
         assert _is_cpu_float(query), "the portable path would compute other bits"
         return super().attend(plan, layer, query, k, v, params)
 
     def attend_latent(
-        self, plan: StepPlan, layer: int, query: Tensor, expand: Expand, params: AttentionParams
+        self, plan: AttentionPlan, layer: int, query: Tensor, expand: Expand, params: AttentionParams
     ) -> Tensor:
         """As PortableAttention.attend_latent."""
         return self._blockwise.attend_latent(plan, layer, query, expand, params)

@@ -37,7 +37,7 @@ class Tile:
     mask: Tensor | None
 
 
-class StepPlan:
+class AttentionPlan:
     """State shared by the layers of one step: which rows read which blocks, computed at first
     use.
     """
@@ -103,18 +103,18 @@ class PortableAttention:
 
     name = "portable"
 
-    def plan(self, paged: PagedKV, batch: Batch) -> StepPlan:
+    def plan(self, paged: PagedKV, batch: Batch) -> AttentionPlan:
         """Prepare one step; every layer of the step gets the same plan."""
-        return StepPlan(paged, batch)
+        return AttentionPlan(paged, batch)
 
-    def write(self, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
+    def write(self, plan: AttentionPlan, layer: int, k: Tensor, v: Tensor) -> None:
         """k: [T, kv_heads, key_width], v: [T, kv_heads, value_width]; rounded to the pool's
         dtype.
         """
         plan.paged.write(layer, k, v, plan.batch.slots[plan.paged.group_of[layer]])
 
     def attend(
-        self, plan: StepPlan, layer: int, query: Tensor, k: Tensor, v: Tensor, params: AttentionParams
+        self, plan: AttentionPlan, layer: int, query: Tensor, k: Tensor, v: Tensor, params: AttentionParams
     ) -> Tensor:
         """query: [T, query_heads, key_width] -> [T, query_heads, value_width], in the query's
         dtype.
@@ -129,7 +129,7 @@ class PortableAttention:
         return out
 
     def attend_latent(
-        self, plan: StepPlan, layer: int, query: Tensor, expand: Expand, params: AttentionParams
+        self, plan: AttentionPlan, layer: int, query: Tensor, expand: Expand, params: AttentionParams
     ) -> Tensor:
         """The same for multi-head latent attention, whose blocks hold the latent (as K) and the
         rope key (as V).
@@ -150,13 +150,13 @@ class PortableAttention:
         return torch.cat(parts)
 
     def _attend_sequence(
-        self, plan: StepPlan, layer: int, sequence: int, query: Tensor, params: AttentionParams, out: Tensor
+        self, plan: AttentionPlan, layer: int, sequence: int, query: Tensor, params: AttentionParams, out: Tensor
     ) -> None:
         for tile in plan.tiles(sequence, params.window):
             k, v = self._gather(plan, layer, sequence, tile.start, tile.stop)
             out[tile.rows] = attend_dense(query[tile.rows], k, v, tile.mask, params)
 
-    def _gather(self, plan: StepPlan, layer: int, sequence: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _gather(self, plan: AttentionPlan, layer: int, sequence: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """K and V of positions start .. stop - 1 of one sequence: float32 [stop - start, kv_heads,
         width].
         """

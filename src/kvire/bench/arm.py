@@ -88,7 +88,7 @@ class Judge:
         marked: a mark stood before every prompt.
         kept: what the server was sent before, the fill aside, and may have kept.
         """
-        before = prompts_of(work.fill) if state not in {TierState.E, TierState.Z} else []
+        before = prompts_of_scripts(work.fill) if state not in {TierState.E, TierState.Z} else []
         sent = [sample.prompt for sample in done.samples]
         earlier = reusable(sent, [], self.spell)
         later = reusable(sent[::-1], [], self.spell)[::-1]
@@ -119,7 +119,7 @@ def turned(cells: list[GridCell], repeat: int) -> list[GridCell]:
     return cells if repeat % 2 else cells[::-1]
 
 
-def prompts_of(scripts: tuple[Any, ...]) -> list[BenchPrompt]:
+def prompts_of_scripts(scripts: tuple[Any, ...]) -> list[BenchPrompt]:
     """All of them."""
     return [prompt for script in scripts for prompt in script.prompts]
 

@@ -96,7 +96,7 @@ class StreamedAnswer:
         return tuple(later - earlier for earlier, later in zip(self.at_s, self.at_s[1:], strict=False))
 
 
-def ask(
+def ask_completion(
     endpoint: Endpoint, messages: Sequence[ApiMessage], max_tokens: int, extra: Mapping[str, Any] | None = None
 ) -> StreamedAnswer:
     """One answer at temperature 0, exactly `max_tokens` long where the server knows `ignore_eos`.

@@ -62,7 +62,7 @@ def compare(first: BenchReport, second: BenchReport, arms: tuple[str, str] = ("A
     return Comparison(tuple(ratios), tuple(differs), tuple(only))
 
 
-def within(report: BenchReport) -> list[Ratio]:
+def within_run(report: BenchReport) -> list[Ratio]:
     """Arm B over arm A of one run, repeat by repeat: both were measured within minutes of each
     other.
     """

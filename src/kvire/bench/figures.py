@@ -22,28 +22,28 @@ def letter(row: BenchRow) -> str:
     return state(row) if row["state"] == TierState.UNPROVED else str(row["state"])
 
 
-Column = tuple[str, Callable[[BenchRow], str]]
+FigureColumn = tuple[str, Callable[[BenchRow], str]]
 # What a row is about, and its figures; of these, BRIEF fit eighty columns.
-CELL: tuple[Column, ...] = (
+CELL: tuple[FigureColumn, ...] = (
     ("arm", lambda row: str(row["arm"])),
     ("model", lambda row: str(row["model"])),
     ("workload", lambda row: str(row["workload"])),
     ("context", lambda row: f"{row['context_tokens']:,}"),
     ("at once", lambda row: str(row["concurrency"])),
 )
-FIGURES: tuple[Column, ...] = (
+FIGURES: tuple[FigureColumn, ...] = (
     ("state", state),
-    ("TTFT", lambda row: interval(row["summary"].get("ttft_s"), seconds)),
+    ("TTFT", lambda row: interval(row["summary"].get("ttft_s"), rounded_seconds)),
     ("speed-up", lambda row: interval(row["summary"].get("speedup"), times)),
-    ("TPOT", lambda row: middle(row["summary"].get("tpot_s"), seconds)),
+    ("TPOT", lambda row: middle(row["summary"].get("tpot_s"), rounded_seconds)),
     ("tok/s", lambda row: middle(row["summary"].get("tps_system"), number)),
-    ("hit", lambda row: shown(row["summary"].get("hit_rate"), percent)),
-    ("ideal", lambda row: shown(row["summary"].get("ideal_hit_rate"), percent)),
+    ("hit", lambda row: shown_or_dash(row["summary"].get("hit_rate"), percent)),
+    ("ideal", lambda row: shown_or_dash(row["summary"].get("ideal_hit_rate"), percent)),
     ("by tier", lambda row: tiers(row["summary"].get("hit_by_tier"))),
-    ("TTFT p95", lambda row: shown(row["summary"].get("ttft_p95_s"), seconds)),
-    ("E2E", lambda row: middle(row["summary"].get("e2e_s"), seconds)),
+    ("TTFT p95", lambda row: shown_or_dash(row["summary"].get("ttft_p95_s"), rounded_seconds)),
+    ("E2E", lambda row: middle(row["summary"].get("e2e_s"), rounded_seconds)),
     ("ITL p50 / p99", lambda row: gaps(row["summary"].get("itl_s"))),
-    ("tok/s per user", lambda row: shown(row["summary"].get("tps_user"), number)),
+    ("tok/s per user", lambda row: shown_or_dash(row["summary"].get("tps_user"), number)),
     ("goodput/s", lambda row: middle(row["summary"].get("goodput_per_s"), number)),
     ("errors", lambda row: ", ".join(f"{n} {kind}" for kind, n in row["summary"]["errors"].items()) or "0"),
 )
@@ -56,7 +56,7 @@ def place(report: BenchReport, row: BenchRow) -> str:
     return f"{row['workload']}, {row['context_tokens']:,} tokens, {row['concurrency']} at once{arm}"
 
 
-def notes(report: BenchReport) -> list[str]:
+def bench_notes(report: BenchReport) -> list[str]:
     """What has to be read beside the figures, most important first."""
     found = []
     for row in report["rows"]:
@@ -76,8 +76,8 @@ def notes(report: BenchReport) -> list[str]:
             )
         if summary["late_s"] > max(LATE_S, LATE * (summary.get("ttft_s") or {"median": 0.0})["median"]):
             found.append(
-                f"{where}, {state(row)}: a request was sent {seconds(summary['late_s'])} later than due, which is in "
-                "none of the times."
+                f"{where}, {state(row)}: a request was sent {rounded_seconds(summary['late_s'])} later than due, which "
+                "is in none of the times."
             )
         outputs = summary["outputs"]
         if differ := outputs["compared"] - outputs["same"]:
@@ -100,7 +100,7 @@ def comparisons(report: BenchReport) -> list[str]:
         baseline = row["summary"].get("baseline")
         if baseline is None or row["state"] != TierState.Z:
             continue
-        takes = interval(baseline["ttft_s"], seconds)
+        takes = interval(baseline["ttft_s"], rounded_seconds)
         line = f"{place(report, row)}: computing everything takes {takes} to the first token"
         if baseline["prefill_tokens_per_s"]:
             line += f", {number(baseline['prefill_tokens_per_s'])} prompt tokens a second"
@@ -130,14 +130,14 @@ def middle(value: Mapping[str, Any] | None, unit: Callable[[float], str]) -> str
     return NOTHING if value is None else unit(value["median"])
 
 
-def shown(value: float | None, unit: Callable[[float], str]) -> str:
+def shown_or_dash(value: float | None, unit: Callable[[float], str]) -> str:
     """A dash for what is not known."""
     return NOTHING if value is None else unit(value)
 
 
 def gaps(value: Mapping[str, float] | None) -> str:
     """Between tokens."""
-    return NOTHING if value is None else f"{seconds(value['p50'])} / {seconds(value['p99'])}"
+    return NOTHING if value is None else f"{rounded_seconds(value['p50'])} / {rounded_seconds(value['p99'])}"
 
 
 def tiers(shares: Mapping[str, float] | None) -> str:
@@ -152,7 +152,7 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def seconds(value: float) -> str:
+def rounded_seconds(value: float) -> str:
     """0.42 s as 420 ms."""
     if value < 1:
         return f"{value * 1e3:.0f} ms" if value >= 0.01 else f"{value * 1e3:.2g} ms"

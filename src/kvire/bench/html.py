@@ -21,7 +21,7 @@ def page(report: BenchReport) -> Page:
     model = report["model"]
     made = Page(f"kvire bench: {model['name']}", _lead(report))
     made.text(METHOD)
-    for note in figures.notes(report):
+    for note in figures.bench_notes(report):
         made.note(note)
     made.heading("Figures")
     columns = [column for column in (*figures.CELL, *figures.FIGURES) if _tells(report, column)]
@@ -38,7 +38,7 @@ def page(report: BenchReport) -> Page:
     return made
 
 
-def _tells(report: BenchReport, column: figures.Column) -> bool:
+def _tells(report: BenchReport, column: figures.FigureColumn) -> bool:
     """Arm and model are columns only where there are several."""
     name, value = column
     return name not in {"arm", "model"} or len({value(row) for row in report["rows"]}) > 1
@@ -51,7 +51,7 @@ def _lead(report: BenchReport) -> str:
         return "No gain is stated: for that, no reuse has to be proved, and a state that sends the same prompts."
     gain, row = max(gains, key=lambda pair: pair[0])
     where = f"{row['workload']} at {row['context_tokens']:,} tokens{_named(report, row['arm'])}"
-    starts = figures.middle(row["summary"]["ttft_s"], figures.seconds)
+    starts = figures.middle(row["summary"]["ttft_s"], figures.rounded_seconds)
     return f"Up to {figures.times(gain)}: {where}, {NAMES[TierState(row['state'])]}, starts after {starts}."
 
 
@@ -116,7 +116,7 @@ def _split(made: Page, report: BenchReport) -> None:
     for row in report["rows"]:
         split = row["summary"].get("split") or {}
         outside = row["summary"].get("outside_server_s")
-        values = [figures.shown(one, figures.seconds) for one in (*split.values(), outside)]
+        values = [figures.shown_or_dash(one, figures.rounded_seconds) for one in (*split.values(), outside)]
         if split and any(value != figures.NOTHING for value in values):
             rows.append([*_cell(row), figures.letter(row), *values])
     if rows:

@@ -3,28 +3,27 @@ one before left.
 """
 
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvire.bench import page_cache
-from kvire.bench.arm import MeasuredPass, Say, loop, prompts_of, turned
-from kvire.bench.client import ask
+from kvire.bench.arm import MeasuredPass, Say, loop, prompts_of_scripts, turned
+from kvire.bench.client import ask_completion
 from kvire.bench.ideal import Seen, Spell
-from kvire.bench.load import run
-from kvire.bench.prompts import BenchPrompt, Script, Writer, message
+from kvire.bench.kvire_setup import KvireSetup
+from kvire.bench.load import send_all
+from kvire.bench.prompts import BenchPrompt, Script, TokenScale, Writer, message
 from kvire.bench.server import Counters, RunningServer, Traffic, serving
 from kvire.bench.settings import GridCell
 from kvire.bench.states import TIER_OF, Around, TierState
 from kvire.bench.workloads import BenchWork
 from kvire.core.errors import ConfigError
 from kvire.core.memory import format_size
-
-if TYPE_CHECKING:
-    from kvire.bench.kvire_arm import KvireArm
 
 HEADROOM = 1.15  # of pool and tiers over what a pass needs
 WARM_UPS, WARM_UP_TOKENS = 2, 300  # the first long prompts of a process take longer
@@ -59,7 +58,7 @@ class Repeat:
     say: takes a line about each step.
     """
 
-    def __init__(self, arm: "KvireArm", repeat: int, write: Writer, folder: Path, say: Say) -> None:
+    def __init__(self, arm: KvireSetup, repeat: int, write: Writer, folder: Path, say: Say) -> None:
         self._arm, self._repeat, self._write, self._folder, self._say = arm, repeat, write, folder, say
         self._settings = arm.settings
         cells = turned(list(arm.settings.cells()), repeat)
@@ -93,7 +92,7 @@ class Repeat:
     ) -> Iterator[MeasuredPass]:
         around = Around(stored_blocks=started.total("kvire_store_blocks"))
         measured = self._pass(server, cell, TierState.E, work, around)
-        self._kept += prompts_of(work.fill)
+        self._kept += prompts_of_scripts(work.fill)
         if TierState.E in self._wanted:
             yield measured
         self._unwritten |= not server.flush()
@@ -123,7 +122,7 @@ class Repeat:
         scripts = {TierState.E: work.fill, TierState.Z: work.baseline}.get(state, work.probe)
         before, read_before = server.counters(), server.read_bytes()
         extra = None if state is TierState.E else self._extra(f"{cell}", salted=state is TierState.Z)
-        done = run(server.endpoint, scripts, loop(self._settings, cell, self._repeat), extra)
+        done = send_all(server.endpoint, scripts, loop(self._settings, cell, self._repeat), extra)
         after, read_after = server.counters(), server.read_bytes()
         self._traffic.check(after, sent=len(done.samples))
         around = replace(around or Around(), own_process=self._traffic.ours)
@@ -154,8 +153,8 @@ class Repeat:
             count = max(LEAST_FILLERS, ceil(tokens / (LONGEST_FILLER * self._arm.facts.context_tokens)))
             texts = [self._write.document(tokens / count, "filler", self._repeat, i) for i in range(count)]
             self._filler = tuple(Script((BenchPrompt((message("user", text),), 1),)) for text in texts)
-            self._kept += prompts_of(self._filler)
-        done = run(server.endpoint, self._filler, loop(self._settings, FILLER, self._repeat))
+            self._kept += prompts_of_scripts(self._filler)
+        done = send_all(server.endpoint, self._filler, loop(self._settings, FILLER, self._repeat))
         self._traffic.check(server.counters(), sent=len(done.samples))
         server.flush()
 
@@ -180,7 +179,7 @@ class Repeat:
             for i in range(WARM_UPS):
                 text = self._write.document(min(WARM_UP_TOKENS, self._room.pool_tokens / 2), "warm-up", what, i)
                 salted = {**FORGET, "cache_salt": f"warm-up/{self._repeat}/{what}/{i}"}
-                answer = ask(server.endpoint, [message("user", text)], 2, salted)
+                answer = ask_completion(server.endpoint, [message("user", text)], 2, salted)
                 if answer.error is not None:
                     raise ConfigError(f"the server answered its first prompt with {answer.error}: {answer.detail}")
             self._traffic = Traffic()
@@ -216,6 +215,17 @@ class Repeat:
         return tiers + (["--ram", str(size_bytes + MORE_RAM_BYTES)] if TierState.R in self._wanted else [])
 
 
+class KvireArm(KvireSetup):
+    """A setup that measures itself, as an Arm does."""
+
+    def measure(self, repeat: int, scale: TokenScale, say: Say) -> Iterator[MeasuredPass]:
+        """See Arm. What the servers kept is gone afterwards."""
+        self.place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="kvire-bench-", dir=self.place) as folder:
+            write = Writer(scale, self.settings.seed, self.settings.nonce)
+            yield from Repeat(self, repeat, write, Path(folder), say).all()
+
+
 def room(cells: Sequence[tuple[GridCell, BenchWork]], encode: Spell) -> RepeatFolders:
     """What these prompts and their answers take, shared beginnings counted once; and what may be
     under way at once.
@@ -223,7 +233,7 @@ def room(cells: Sequence[tuple[GridCell, BenchWork]], encode: Spell) -> RepeatFo
     most = every = 0
     for cell, work in cells:
         seen, unique, longest = Seen(), 0, 0
-        for prompt in prompts_of((*work.fill, *work.probe)):
+        for prompt in prompts_of_scripts((*work.fill, *work.probe)):
             units = encode(prompt)
             unique += len(units) - seen.shared(units) + prompt.output_tokens
             longest = max(longest, len(units) + prompt.output_tokens)

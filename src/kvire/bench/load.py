@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from time import perf_counter, sleep
 from typing import Any
 
-from kvire.bench.client import Endpoint, StreamedAnswer, ask
+from kvire.bench.client import Endpoint, StreamedAnswer, ask_completion
 from kvire.bench.prompts import BenchPrompt, Script
 
 MOST_AT_ONCE = 512  # threads of an open loop
@@ -74,7 +74,7 @@ class Loop:
 Extra = Callable[[int, int], Mapping[str, Any]]  # (script, turn) -> more fields of the request
 
 
-def run(endpoint: Endpoint, scripts: Sequence[Script], loop: Loop, extra: Extra | None = None) -> Pass:
+def send_all(endpoint: Endpoint, scripts: Sequence[Script], loop: Loop, extra: Extra | None = None) -> Pass:
     """Send everything and wait for the last answer. Errors are part of the answers."""
     starts = loop.starts_s(scripts)
     began, cpu, lock = perf_counter(), _cpu_s(), threading.Lock()
@@ -88,7 +88,9 @@ def run(endpoint: Endpoint, scripts: Sequence[Script], loop: Loop, extra: Extra 
             if starts is not None and turn == 0:
                 with lock:
                     late = max(late, sent - starts[index])
-            answer = ask(endpoint, prompt.messages, prompt.output_tokens, extra(index, turn) if extra else None)
+            answer = ask_completion(
+                endpoint, prompt.messages, prompt.output_tokens, extra(index, turn) if extra else None
+            )
             with lock:
                 samples.append(Sample(index, turn, prompt, sent, answer))
             if answer.error is not None or stopped.is_set():

@@ -10,7 +10,7 @@ from typing import Any
 PACKAGES = ("kvire", "torch", "transformers")
 
 
-def describe() -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
     """Of this machine, which a server behind a URL may not share."""
     return {
         "cpu": cpu_name(),

@@ -79,7 +79,7 @@ def write(report: BenchReport, path: Path) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}; name a file in a folder that exists") from error
 
 
-def read(path: Path) -> BenchReport:
+def read_report(path: Path) -> BenchReport:
     """A report that has every field of its schema.
 
     Raises ConfigError, which names the first that is wrong.

@@ -9,7 +9,7 @@ from kvire.bench import machine, results
 from kvire.bench.arm import Arm, MeasuredPass
 from kvire.bench.settings import Settings
 
-Progress = Callable[[int, int, str], None]  # (step, of how many, what comes now)
+StepBegun = Callable[[int, int, str], None]  # (step, of how many, what comes now)
 
 
 def new_nonce() -> str:
@@ -17,8 +17,8 @@ def new_nonce() -> str:
     return secrets.token_hex(4)
 
 
-def measure(
-    arms: Mapping[str, Arm], settings: Settings, progress: Progress, command: Sequence[str] = ()
+def measure_arms(
+    arms: Mapping[str, Arm], settings: Settings, progress: StepBegun, command: Sequence[str] = ()
 ) -> results.BenchReport:
     """Measure every arm and report.
 
@@ -46,7 +46,7 @@ def measure(
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": list(command),
         "commit": machine.commit(),
-        "machine": machine.describe(),
+        "machine": machine.machine_facts(),
         "model": next(iter(described.values()))["model"],
         "settings": plain(settings),
         "arms": list(described.values()),

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvire.bench.metrics import Slo
 from kvire.bench.prompts import Writer
 from kvire.bench.states import TierState
-from kvire.bench.traces import TraceScale, digest, read, trace_work
+from kvire.bench.traces import TraceScale, digest, read_arrivals, trace_work
 from kvire.bench.workloads import SHORT, SHORT_TOKENS, BenchWork, WorkSize, maker
 from kvire.core.errors import ConfigError
 
@@ -74,7 +74,7 @@ class Settings:
             if not (0 < self.trace_scale.lengths <= 1 and 0 < self.trace_scale.speed < inf):
                 raise ConfigError("--scale lies between 0 and 1, and --speed is a number above 0")
             _at_least("--requests", 1, self.trace_scale.requests)
-            read(self.trace)
+            read_arrivals(self.trace)
 
     def cells(self) -> Iterator[GridCell]:
         """Every workload at every size."""
@@ -93,12 +93,12 @@ class Settings:
         if cell.workload == TRACE:
             assert self.trace is not None
             again = Writer(write.scale, write.seed + repeat, write.nonce)
-            return trace_work(read(self.trace), self.trace_scale, again, size)
+            return trace_work(read_arrivals(self.trace), self.trace_scale, again, size)
         return maker(cell.workload)(write, size, f"{cell}/{repeat}")
 
     def trace_digest(self) -> str | None:
         """Which requests are replayed; None without a trace."""
-        return None if self.trace is None else digest(read(self.trace), self.trace_scale)
+        return None if self.trace is None else digest(read_arrivals(self.trace), self.trace_scale)
 
     def states_of(self, work: BenchWork) -> tuple[TierState, ...]:
         """Those that a work has: without a probe nothing is to be found anywhere."""

@@ -34,7 +34,7 @@ class TraceScale:
     requests: int = 50
 
 
-def read(path: Path) -> Trace:
+def read_arrivals(path: Path) -> Trace:
     """In the order of arrival; a table's requests have no blocks.
 
     Raises ConfigError, also for an unreadable line: without it, other requests would share less.

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from kvire.bench.arm import Judge, MeasuredPass, Say, loop, turned
-from kvire.bench.client import ApiMessage, Endpoint, ask
+from kvire.bench.client import ApiMessage, Endpoint, ask_completion
 from kvire.bench.ideal import characters
-from kvire.bench.load import run
+from kvire.bench.load import send_all
 from kvire.bench.prompts import BenchPrompt, Script, TokenScale, Writer, message
 from kvire.bench.settings import GridCell, Settings
 from kvire.bench.states import SLACK_TOKENS, Around, TierState
@@ -81,12 +81,12 @@ class UrlArm:
             extra = _with_unique(self._no_reuse, salt)
         elif state is TierState.Z:
             scripts = marked(scripts, salt)
-        done = run(self._endpoint, scripts, loop(self._settings, cell, repeat), extra)
+        done = send_all(self._endpoint, scripts, loop(self._settings, cell, repeat), extra)
         marks = state is TierState.Z and extra is None
         return self.judge.measured(cell, repeat, state, work, done, Around(), marked=marks)
 
     def _count(self, messages: Sequence[ApiMessage]) -> int:
-        answer = ask(self._endpoint, messages, 1)
+        answer = ask_completion(self._endpoint, messages, 1)
         if answer.error is not None:
             raise ConfigError(f"{self._endpoint.url} answered {answer.error}: {answer.detail}")
         if answer.prompt_tokens is None:

@@ -86,7 +86,7 @@ def multiturn(write: Writer, size: WorkSize, name: str) -> BenchWork:
     return _growing(size, histories)
 
 
-def shared(write: Writer, size: WorkSize, name: str) -> BenchWork:
+def shared_prompt(write: Writer, size: WorkSize, name: str) -> BenchWork:
     """One system prompt: the fill is its first user, the probe as many others as are allowed at
     once.
     """
@@ -151,7 +151,7 @@ def unlike(write: Writer, size: WorkSize, name: str) -> BenchWork:
 WORKLOADS: Mapping[str, Maker] = {
     "docqa": docqa,
     "multiturn": multiturn,
-    "shared": shared,
+    "shared": shared_prompt,
     "agent": agent,
     "fork": fork,
     SHORT: shortchat,

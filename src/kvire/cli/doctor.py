@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, 
 
 from kvire.cli.display import LoadProgress, console
 from kvire.cli.lazy import deferred
+from kvire.cli.options import Json
 from kvire.core.errors import ConfigError
 from kvire.core.memory import parse_size
 from kvire.doctor.diagnose import Doctor
@@ -21,7 +22,7 @@ from kvire.doctor.lines import lines_of
 from kvire.doctor.live import examine_server, print_server
 from kvire.doctor.logs import read_log
 from kvire.doctor.page import diagnosis_page
-from kvire.doctor.rules import Offers
+from kvire.doctor.rules import CacheOffers
 from kvire.doctor.text import print_diagnosis
 from kvire.doctor.tokens import Counter, Estimate, Tokenized
 from kvire.doctor.values import diagnosis_values
@@ -44,18 +45,17 @@ ApiKey = Annotated[
 Prices = Annotated[
     list[str] | None, typer.Option("--price", help="Reckon with this model's price and cache rules; repeatable.")
 ]
-PrefillSpeed = Annotated[
+PrefillTokensPerS = Annotated[
     float | None, typer.Option("--prefill-tok-s", help="Your own hardware's prefill speed in tokens per second.")
 ]
 Tokenizer = Annotated[
     str | None, typer.Option("--tokenizer", metavar="MODEL", help="Count tokens with this model's tokenizer (slower).")
 ]
-Memory = Annotated[str, typer.Option("--memory", help="For earlier prompts to compare with.")]
+CompareMemory = Annotated[str, typer.Option("--memory", help="For earlier prompts to compare with.")]
 ShowText = Annotated[
     bool, typer.Option("--show-text", help="Print the differing pieces of prompts, not only their shape.")
 ]
 Html = Annotated[Path | None, typer.Option("--html", help="Write a page for the browser.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def doctor(
@@ -63,9 +63,9 @@ def doctor(
     url: Url = None,
     api_key: ApiKey = None,
     prices: Prices = None,
-    prefill_tok_s: PrefillSpeed = None,
+    prefill_tok_s: PrefillTokensPerS = None,
     tokenizer: Tokenizer = None,
-    memory: Memory = "200MiB",
+    memory: CompareMemory = "200MiB",
     show_text: ShowText = False,
     html: Html = None,
     as_json: Json = False,
@@ -114,7 +114,7 @@ def _diagnose(
     show_text: bool,
 ) -> dict[str, Any]:
 
-    offers = Offers(price_table())
+    offers = CacheOffers(price_table())
     offers.check(prices)
     examined = Doctor(offers.rules, Estimate() if tokenizer is None else _tokenizer(tokenizer), memory_bytes)
     for log in logs:

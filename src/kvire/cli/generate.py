@@ -18,9 +18,9 @@ from kvire.engine.result import Collector
 engine_api = deferred("kvire.llm")
 
 
-@opt.shared(engine=opt.ENGINE, sampling=opt.SAMPLING, store=opt.STORE)
+@opt.with_options(engine=opt.ENGINE, sampling=opt.SAMPLING, store=opt.STORE)
 def generate(
-    model: opt.Model,
+    model: opt.ModelName,
     prompt: Annotated[
         str | None,
         typer.Argument(help="The prompt; left out or -, it is read from standard input.", show_default=False),

@@ -2,9 +2,8 @@
 
 import json
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -15,10 +14,8 @@ from kvire.core.memory import format_size
 from kvire.models.catalog import ListedModel, ModelFacts, describe, list_models
 from kvire.models.resolve import resolve
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-
-def ls(as_json: Json = False) -> None:
+def ls(as_json: opt.Json = False) -> None:
     """Embedded models, installed or not, and every GGUF that was converted."""
     found = list_models()
     if as_json:
@@ -33,7 +30,7 @@ def ls(as_json: Json = False) -> None:
     Console().print(table)
 
 
-def show(model: opt.Model, as_json: Json = False) -> None:
+def show(model: opt.ModelName, as_json: opt.Json = False) -> None:
     """Architecture, layers, context, weights, KV bytes per token; the model is not loaded."""
     facts = describe(model)
     if as_json:
@@ -45,7 +42,7 @@ def show(model: opt.Model, as_json: Json = False) -> None:
     Console().print(table)
 
 
-def pull(model: opt.Model) -> None:
+def pull(model: opt.ModelName) -> None:
     """Fetch or convert a model now, so that the first start is as fast as the next ones."""
     with LoadProgress() as progress:
         path = resolve(model, progress=progress)

@@ -11,13 +11,15 @@ import typer
 from kvire.core import dtypes
 from kvire.store.remote.scheme import examples
 
-Model = Annotated[
+ModelName = Annotated[
     str,
     typer.Argument(
         help="A transformers directory, a .gguf file, a hub id (org/name), or an embedded model: smollm2, gemma3-270m.",
         show_default=False,
     ),
 ]
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _ENGINE, _STORE, _SAMPLING = "Engine", "Store", "Sampling"
 
@@ -131,7 +133,7 @@ SAMPLING: dict[str, tuple[Any, Any]] = {
 }
 
 
-def shared(**groups: dict[str, tuple[Any, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_options(**groups: dict[str, tuple[Any, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options of `groups`, each passed as one dict under its name."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

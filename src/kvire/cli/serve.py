@@ -13,9 +13,9 @@ from kvire.server.options import ServerOptions
 server = deferred("kvire.server.run")
 
 
-@opt.shared(engine=opt.ENGINE | opt.SERVING, store=opt.STORE)
+@opt.with_options(engine=opt.ENGINE | opt.SERVING, store=opt.STORE)
 def serve(
-    model: opt.Model,
+    model: opt.ModelName,
     host: Annotated[
         str, typer.Option(help="Address to listen on; one that others can reach needs an API key.")
     ] = "127.0.0.1",

@@ -78,7 +78,7 @@ def codecs() -> dict[int, type[Codec]]:
     return by_id
 
 
-def choose(kv_dtype: str, bytes_per_s: float) -> Codec:
+def codec_for(kv_dtype: str, bytes_per_s: float) -> Codec:
     """The codec with the shortest time to read KV of this dtype from a tier of this bandwidth."""
     paying = (codec.for_tier(kv_dtype, bytes_per_s) for codec in codecs().values())
     return next((codec for codec in paying if codec is not None), RAW)

@@ -18,7 +18,7 @@ from kvire.models.fingerprint import config_digest, weights_digest
 WEIGHT_PATTERNS = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth")
 
 
-def weight_files(model: Path) -> tuple[Path, ...]:
+def files_with_weights(model: Path) -> tuple[Path, ...]:
     """Every file with weights that an engine might read of a checkpoint, by name: `model` itself,
     or those in it.
 
@@ -58,7 +58,7 @@ def connector_namespace(
 
     The files are read once; later their digests are remembered.
     """
-    files = weight_files(model) if isinstance(model, Path) else tuple(model)
+    files = files_with_weights(model) if isinstance(model, Path) else tuple(model)
     plain = json.loads(json.dumps(dict(config), default=str, sort_keys=True))
     return Namespace(
         weights=weights_digest(files),

@@ -60,7 +60,7 @@ def _has_anthropic_blocks(message: dict[str, Any]) -> bool:
     )
 
 
-def prompts_of(api: str, body: Body) -> list[LoggedPrompt]:
+def prompts_of_body(api: str, body: Body) -> list[LoggedPrompt]:
     """A body of completions may have several. Raises UnknownBodyError."""
     match api:
         case "anthropic":

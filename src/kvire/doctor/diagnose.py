@@ -12,7 +12,7 @@ from kvire.doctor.likeness import (
     Difference,
     Likeness,
     PassageIndex,
-    Piece,
+    TextPiece,
     likeness,
 )
 from kvire.doctor.logs import Item, LoggedRequest, LoggedUsage, Malformed
@@ -213,7 +213,7 @@ class Doctor:
         rules = len(self._by_rules)
         return Finding(*key, example, by_rules=[0] * rules, written=[Written()] * rules)
 
-    def _example(self, request: LoggedRequest, old: Node, piece: Piece, token: int) -> Example:
+    def _example(self, request: LoggedRequest, old: Node, piece: TextPiece, token: int) -> Example:
         spans, part = piece.spans, piece.part
         before = part.text[: max(0, spans.new_start - part.content)].decode("utf-8", "replace")
         return Example(

@@ -15,7 +15,7 @@ import xxhash
 
 from kvire.doctor import passages, structure
 from kvire.doctor.findings import Cause
-from kvire.doctor.prompt import TOKENS, PromptPart, parts_of
+from kvire.doctor.prompt import TOKENS, PromptPart, parts_of_prompt
 from kvire.doctor.structure import Sides, Spans
 from kvire.doctor.tree import Node, common_prefix
 
@@ -77,7 +77,7 @@ SAME_CONTENT = frozenset((Cause.TOOL_ORDER, Cause.MOVED_PASSAGES, Cause.JSON_FOR
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """One difference.
 
     spans: where it lies.
@@ -102,7 +102,7 @@ class Piece:
         return self.spans.new_end + self.same_bytes
 
 
-def pieces_between(new: bytes, old: bytes, *, is_foreign: bool = False) -> list[Piece]:
+def pieces_between(new: bytes, old: bytes, *, is_foreign: bool = False) -> list[TextPiece]:
     """The differences in their order, up to the first that is simply other text.
 
     is_foreign: do not search for where the text is the same again.
@@ -110,10 +110,10 @@ def pieces_between(new: bytes, old: bytes, *, is_foreign: bool = False) -> list[
     at = old_at = common_prefix(new, 0, old, 0)
     if at == len(new) or at == len(old):
         return []
-    new_parts, old_parts = parts_of(new), parts_of(old)
+    new_parts, old_parts = parts_of_prompt(new), parts_of_prompt(old)
     if TOKENS in (new_parts[0].kind, old_parts[0].kind):
         return []
-    pieces: list[Piece] = []
+    pieces: list[TextPiece] = []
     new_index = old_index = 0
     while at < len(new) and old_at < len(old) and len(pieces) < MOST_PIECES:
         new_index, old_index = _index(new_parts, at, new_index), _index(old_parts, old_at, old_index)
@@ -121,7 +121,7 @@ def pieces_between(new: bytes, old: bytes, *, is_foreign: bool = False) -> list[
         if (spans := _differing(sides, is_foreign=is_foreign)) is None:
             break
         same = common_prefix(new, spans.new_end, old, spans.old_end)
-        pieces.append(Piece(spans, sides.new_part, same))
+        pieces.append(TextPiece(spans, sides.new_part, same))
         at, old_at = spans.new_end + same, spans.old_end + same
     return pieces
 
@@ -168,7 +168,7 @@ class Difference:
         with any earlier one already.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TextPiece, ...]
     gain_bytes: int
 
     @property
@@ -212,10 +212,10 @@ def likeness(text: bytes, depth: int, node: Node, *, is_foreign: bool) -> Likene
     return Likeness(node, shared_bytes, tuple(differences))
 
 
-def _joined(pieces: list[Piece], shared: int, depth: int) -> list[Difference]:
+def _joined(pieces: list[TextPiece], shared: int, depth: int) -> list[Difference]:
     """Differences that each gain something; what comes after the last of these is left out."""
     differences = []
-    together: list[Piece] = []
+    together: list[TextPiece] = []
     for piece in pieces:
         together.append(piece)
         shared += piece.same_end - piece.same_start

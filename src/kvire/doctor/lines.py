@@ -27,11 +27,11 @@ class Readable(Protocol):
         """The next one, or as much of it; empty at the end."""
 
 
-Progress = Callable[[int], None]  # hears how many more bytes of the file (as stored) were read
+BytesRead = Callable[[int], None]  # hears how many more bytes of the file (as stored) were read
 REPORT_BYTES = 1 << 20
 
 
-def lines_of(path: str, progress: Progress | None = None) -> Iterator[bytes]:
+def lines_of(path: str, progress: BytesRead | None = None) -> Iterator[bytes]:
     """The lines of a file, or of standard input for "-", without their ends. Raises ConfigError."""
     try:
         if path == "-":
@@ -52,7 +52,7 @@ def _plain(file: BinaryIO) -> Readable:
     return file
 
 
-def _bounded(content: Readable, file: BinaryIO | None, progress: Progress | None) -> Iterator[bytes]:
+def _bounded(content: Readable, file: BinaryIO | None, progress: BytesRead | None) -> Iterator[bytes]:
     told = read = 0
     while line := content.readline(LONGEST_LINE_BYTES):
         read += len(line)

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from typing import Any
 
 from kvire.doctor import render
-from kvire.doctor.bodies import api_of, prompts_of
+from kvire.doctor.bodies import api_of, prompts_of_body
 from kvire.doctor.lines import LONGEST_LINE_BYTES, TOO_LONG, json_values
 from kvire.doctor.prompt import LoggedPrompt
 from kvire.doctor.usage import TokenUsage, Transcripts, usage_in
@@ -215,7 +215,7 @@ def _from_body(
     parameters = body.get("model_parameters")  # LiteLLM's callbacks keep the tools there
     body = parameters | body if isinstance(parameters, dict) else body
     api = api_of(body, levels)
-    prompts = prompts_of(api, body)
+    prompts = prompts_of_body(api, body)
     usage = usage_in((*answers, *reversed(levels))) if len(prompts) == 1 else None
     for prompt in prompts:
         yield LoggedRequest(

@@ -127,7 +127,7 @@ class PromptPart(NamedTuple):
         return f"message {self.number} ({KIND_NAMES.get(self.kind, 'text')})"
 
 
-def parts_of(text: bytes) -> list[PromptPart]:
+def parts_of_prompt(text: bytes) -> list[PromptPart]:
     """The parts of a prompt's bytes; a prompt that is only text is one part of kind ""."""
     if not text.startswith(PART):
         return [PromptPart("", 0, len(text), 0, text)]

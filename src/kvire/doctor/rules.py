@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvire.core.errors import ConfigError
 from kvire.doctor.prompt import CALL, PART, RESULT, SETTINGS, LoggedPrompt
 from kvire.doctor.tokens import Ruler
-from kvire.doctor.tree import Step
+from kvire.doctor.tree import TreeStep
 from kvire.plan.prices import MILLION, Price, PriceTable
 
 # Anthropic looks at so many positions for an earlier entry, the breakpoint itself first; a run of
@@ -75,7 +75,7 @@ class ReuseRules(NamedTuple):
 
 
 def reuse(
-    rules: CacheRules, steps: Sequence[Step], prompt: LoggedPrompt, ruler: Ruler, now_s: float | None
+    rules: CacheRules, steps: Sequence[TreeStep], prompt: LoggedPrompt, ruler: Ruler, now_s: float | None
 ) -> ReuseRules:
     """What a cache with these rules has of a prompt.
 
@@ -149,7 +149,7 @@ def written_after_fix(
     return Written(hour - (after - before), -hour)
 
 
-def entries_written(steps: Sequence[Step], prompt: LoggedPrompt, now_s: float | None) -> list[tuple[int, int]]:
+def entries_written(steps: Sequence[TreeStep], prompt: LoggedPrompt, now_s: float | None) -> list[tuple[int, int]]:
     """What a request with breakpoints leaves in the cache: ends in bytes and seconds to live; 0 for
     what it read.
     """
@@ -191,7 +191,7 @@ def _marked(rules: CacheRules, prompt: LoggedPrompt, ruler: Ruler, least_s: int)
 
 
 def _read_before(
-    rules: CacheRules, steps: Sequence[Step], prompt: LoggedPrompt, ruler: Ruler, now_s: float | None
+    rules: CacheRules, steps: Sequence[TreeStep], prompt: LoggedPrompt, ruler: Ruler, now_s: float | None
 ) -> int:
     """Where breakpoints are assumed: tokens that the last prompt on this way found itself, so had
     not written.
@@ -206,7 +206,7 @@ def _read_before(
     return rules.whole_steps(_shared_tokens(ruler, whole_parts(prompt.text, end)))
 
 
-def _entries(steps: Sequence[Step], prompt: LoggedPrompt, now_s: float | None) -> tuple[int, int]:
+def _entries(steps: Sequence[TreeStep], prompt: LoggedPrompt, now_s: float | None) -> tuple[int, int]:
     """The longest prefix that an entry was ever written for and a breakpoint looks back to; the
     same of those alive.
     """
@@ -242,7 +242,7 @@ def _shared_tokens(ruler: Ruler, end: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class CacheOffer:
     """A model's price, and which of the rules of a diagnosis are its cache's.
 
     in_log: whether the log asks for it.
@@ -264,14 +264,14 @@ class Offer:
         return (found - written.five_minutes * short - written.hour * hour) / MILLION
 
 
-class Offers:
+class CacheOffers:
     """All prices of a table with their distinct cache rules."""
 
     def __init__(self, table: PriceTable) -> None:
         self.table = table
         self.rules = list(dict.fromkeys(map(rules_of, table.prices)))
 
-    def choose(self, models: Iterable[str], wanted: Sequence[str] = ()) -> list[Offer]:
+    def choose(self, models: Iterable[str], wanted: Sequence[str] = ()) -> list[CacheOffer]:
         """The priced models among those of a log, then the first of each other provider; or those
         that are wanted, by name.
 
@@ -285,7 +285,7 @@ class Offers:
             for price in self.table.prices:
                 if price.provider not in {one.provider for one in chosen}:
                     chosen.append(price)
-        return [Offer(price, self.rules.index(rules_of(price)), price in asked) for price in chosen]
+        return [CacheOffer(price, self.rules.index(rules_of(price)), price in asked) for price in chosen]
 
     def check(self, wanted: Sequence[str]) -> None:
         """Raise ConfigError, before any work, if there is no price for a name."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvire.doctor.logs import LoggedRequest
-from kvire.doctor.prompt import PART, TOKENS, parts_of
+from kvire.doctor.prompt import PART, TOKENS, parts_of_prompt
 from kvire.doctor.render import TOKEN_ID_BYTES
 
 # English text and JSON come to about four bytes a token in the common vocabularies; other scripts
@@ -121,7 +121,7 @@ class Tokenized:
     def ruler(self, request: LoggedRequest) -> Ruler:
         """See Counter."""
         ends: list[int] = []
-        for part in parts_of(request.prompt.text):
+        for part in parts_of_prompt(request.prompt.text):
             text = part.text.decode("utf-8", "replace")
             ends += [part.content + offset for offset in _in_bytes(text, self._ends_of(text))]
         return CountedRuler(ends)

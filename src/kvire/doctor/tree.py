@@ -70,7 +70,7 @@ class Node:
         return node
 
 
-class Step(NamedTuple):
+class TreeStep(NamedTuple):
     """A node on a prompt's way as it was before.
 
     end: how far the prompt agrees with the tree, at most its end.
@@ -91,7 +91,7 @@ class Match:
         None.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[TreeStep, ...]
     node: Node
     beside: Node | None
 
@@ -142,7 +142,7 @@ class PrefixTree:
             common = common_prefix(text, depth, child.label, 0)
             whole = common == len(child.label)
             kept_until_s = child.kept_until_s if whole else 0.0
-            steps.append(Step(depth + common, child.used_s, child.used_before_s, kept_until_s))
+            steps.append(TreeStep(depth + common, child.used_s, child.used_before_s, kept_until_s))
             node = child if whole else self._split(child, common)
             depth += common
             self._came_by(node, now_s, line)

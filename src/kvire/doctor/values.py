@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvire.doctor.findings import Cause, Diagnosis, Finding, RuleTotals, Totals, counted, masked, shortened
-from kvire.doctor.rules import Offer, Offers
+from kvire.doctor.rules import CacheOffer, CacheOffers
 
 SCHEMA = "kvire.doctor/1"
 PER_REQUESTS = 1000
@@ -13,7 +13,7 @@ PER_REQUESTS = 1000
 
 def diagnosis_values(
     diagnosis: Diagnosis,
-    offers: Offers,
+    offers: CacheOffers,
     wanted: Sequence[str] = (),
     *,
     prefill_tok_s: float | None = None,
@@ -54,11 +54,11 @@ def diagnosis_values(
         "providers": [_provider(offer, diagnosis.by_rules[offer.rules], totals) for offer in chosen],
         "prices_date": offers.table.date,
         "findings": findings,
-        "notes": notes(diagnosis),
+        "notes": diagnosis_notes(diagnosis),
     }
 
 
-def notes(diagnosis: Diagnosis) -> list[str]:
+def diagnosis_notes(diagnosis: Diagnosis) -> list[str]:
     """What limits the figures, and what is wrong apart from where prompts part."""
     totals = diagnosis.totals
     said = []
@@ -107,7 +107,7 @@ def notes(diagnosis: Diagnosis) -> list[str]:
 
 
 def _finding(
-    finding: Finding, totals: Totals, offers: Sequence[Offer], prefill_tok_s: float | None, *, show_text: bool
+    finding: Finding, totals: Totals, offers: Sequence[CacheOffer], prefill_tok_s: float | None, *, show_text: bool
 ) -> dict[str, Any]:
     example = finding.example
     shown = asdict(example)
@@ -132,7 +132,7 @@ def _finding(
     }
 
 
-def _saved(offer: Offer, finding: Finding, totals: Totals) -> dict[str, Any]:
+def _saved(offer: CacheOffer, finding: Finding, totals: Totals) -> dict[str, Any]:
     tokens = finding.by_rules[offer.rules]
     usd = offer.saved_usd(tokens, finding.written[offer.rules])
     return {
@@ -144,7 +144,7 @@ def _saved(offer: Offer, finding: Finding, totals: Totals) -> dict[str, Any]:
     }
 
 
-def _provider(offer: Offer, by_rules: RuleTotals, totals: Totals) -> dict[str, Any]:
+def _provider(offer: CacheOffer, by_rules: RuleTotals, totals: Totals) -> dict[str, Any]:
     rules = by_rules.rules
     return {
         "provider": offer.price.provider,

@@ -19,7 +19,7 @@ from kvire.engine.engine import Engine
 from kvire.engine.memory_plan import MemoryPlan
 from kvire.models.code_digest import ModelCode
 from kvire.models.fingerprint import namespace
-from kvire.models.loader import LoadedModel, load
+from kvire.models.loader import LoadedModel, load_model
 from kvire.models.native_modules import use_native_modules
 from kvire.models.precision import matmul_precision
 from kvire.models.progress import Progress
@@ -46,7 +46,9 @@ def build_engine(
     """
     device = choose_device(config)
     prepare(device)
-    loaded = load(resolve(name, progress=progress), name=name, max_model_len=config.max_model_len, progress=progress)
+    loaded = load_model(
+        resolve(name, progress=progress), name=name, max_model_len=config.max_model_len, progress=progress
+    )
     device = device_with_room(loaded.weights_bytes, device, config)
     loaded.model.to(device)
     spec = KVSpec(loaded.groups, config.kv_dtype, config.block_size)

@@ -35,7 +35,7 @@ from kvire.engine.request import Abort, Clear, Failure, Output, Request, TokenLo
 from kvire.engine.scheduler import Chunk, Scheduler
 from kvire.engine.sequence import Sequence, State
 from kvire.plan.cost import PrefillSpeed
-from kvire.store.reuse.look import parts_of
+from kvire.store.reuse.look import parts_of_groups
 from kvire.store.reuse.no_reuse import AnyReuse, NoReuse
 from kvire.store.reuse.planner import Reuse
 from kvire.store.tiered import TieredStore
@@ -396,7 +396,7 @@ def _reuse(store: TieredStore | None, config: EngineConfig, namespace: Namespace
     prefill = PrefillSpeed(PREFILL_TOKEN_S)
     if store is None or not config.prefix_cache or config.kv_cache != "paged":
         return NoReuse(namespace, prefill=prefill)
-    return Reuse(store, namespace, parts_of(paged.spec), paged.spec.block_size, prefill=prefill)
+    return Reuse(store, namespace, parts_of_groups(paged.spec), paged.spec.block_size, prefill=prefill)
 
 
 def _special_ids(tokenizer: Any) -> dict[str, int]:

@@ -23,7 +23,7 @@ QUIET_S = 0.005
 MAX_PREPARED = 4
 
 
-class Plan(NamedTuple):
+class PrefetchPlan(NamedTuple):
     """Stored blocks of a prompt beyond the device, and the choice about them."""
 
     found: Found
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
         """Whether there is something to load."""
         return self.choice.way is not Way.COMPUTE
 
-    def without(self, index: int) -> "Plan":
+    def without(self, index: int) -> "PrefetchPlan":
         """Leave block `index` out."""
         return self._replace(found=self.found.without(index))
 
@@ -55,7 +55,7 @@ class Prefetcher:
         self.met = 0
         self.draining: list[tuple[GroupedLease, Ticket]] = []  # memory that a read may still write into
 
-    def plan(self, seq: Sequence, usable: int, matched: int) -> Plan:
+    def plan(self, seq: Sequence, usable: int, matched: int) -> PrefetchPlan:
         """Choose the blocks to load of the first `usable` ones beyond those `matched` on the
         device.
 
@@ -64,9 +64,9 @@ class Prefetcher:
         found = Found.nothing(matched, usable)
         if seq.reuse.may_load and matched < usable:
             found = seq.reuse.seen(matched, lambda: self.reuse.hope(self.reuse.look(seq.chain, matched, usable)))
-        return Plan(found, self.reuse.worth(found))
+        return PrefetchPlan(found, self.reuse.worth(found))
 
-    def start(self, seq: Sequence, plan: Plan) -> None:
+    def start(self, seq: Sequence, plan: PrefetchPlan) -> None:
         """Begin to load for a sequence that has its blocks, and ask why further blocks are not
         stored.
         """

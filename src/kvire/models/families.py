@@ -9,13 +9,12 @@ from typing import Any, Protocol, TypeGuard
 
 from kvire.core.errors import UnsupportedModelError
 from kvire.core.spec import KVGroup, LayerKind
-from kvire.models.refusal import refuse_unknown
+from kvire.models.refusal import Config, refuse_unknown
 from kvire.plan.families.fields import Fields
 from kvire.plan.families.mixers import kept_groups
 from kvire.plan.families.table import FAMILIES, running
 
 SUPPORTED = running()
-Config = Mapping[str, Any]
 
 
 class HasDict(Protocol):

@@ -64,7 +64,7 @@ class LoadedModel:
     weights_bytes: int
 
 
-def load(
+def load_model(
     path: Path,
     *,
     dtype: str = "float32",

@@ -45,7 +45,7 @@ class Checked:
         return None if self.error is None else abs(self.error) <= WITHIN
 
 
-def check(report: Mapping[str, Any], predict: Predict, planned: Mapping[str, Any] | None = None) -> list[Checked]:
+def check_times(report: Mapping[str, Any], predict: Predict, planned: Mapping[str, Any] | None = None) -> list[Checked]:
     """Every row with times; those that the plan does not speak of say why.
 
     planned: by the report's names (layers, kv_dtype), in what the measured model must be the

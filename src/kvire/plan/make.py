@@ -76,7 +76,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True)
-class Reused:
+class PlannedReuse:
     """What comes back, and where it may be kept.
 
     tier: as --tier says them; None for the usual ones.
@@ -139,7 +139,7 @@ def make(
     model: PlannedModel,
     kept: Kept | None = None,
     hardware: Hardware | None = None,
-    reused: Reused | None = None,
+    reused: PlannedReuse | None = None,
     use: ServingUse | None = None,
     spent: Spent | None = None,
 ) -> Plan:
@@ -147,7 +147,7 @@ def make(
 
     Raises ConfigError naming the option that cannot work, as the command line spells it.
     """
-    kept, hardware, reused = kept or Kept(), hardware or Hardware(), reused or Reused()
+    kept, hardware, reused = kept or Kept(), hardware or Hardware(), reused or PlannedReuse()
     use, spent = use or ServingUse(), spent or Spent()
     if use.context < reused.new_tokens:
         raise ConfigError(f"--new-tokens {reused.new_tokens} is more than the whole --context {use.context}")

@@ -17,7 +17,7 @@ SCHEMA = "kvire.plan/1"
 LEAST_YEARS = 3.0  # that a disk should last: over so long the tiers' prices are written off
 
 
-def build(plan: Plan) -> dict[str, Any]:
+def plan_values(plan: Plan) -> dict[str, Any]:
     """The plan as plain values for JSON; sections without what they need are None."""
     return {
         "schema": SCHEMA,
@@ -31,7 +31,7 @@ def build(plan: Plan) -> dict[str, Any]:
         "ttft": [asdict(t) for t in ttfts(plan)],
         "verdict": _verdict(plan),
         "money": _money(plan),
-        "notes": notes(plan),
+        "notes": plan_notes(plan),
     }
 
 
@@ -48,7 +48,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and isinf(value) else value
 
 
-def notes(plan: Plan) -> list[str]:
+def plan_notes(plan: Plan) -> list[str]:
     """What a reader must know before relying on the figures."""
     found = list(plan.shape.notes)
     if not plan.verified:

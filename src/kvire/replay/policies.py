@@ -8,31 +8,31 @@ from collections.abc import Callable
 from kvire.core.errors import ConfigError
 from kvire.replay.caches import RankCache, S3FifoCache, SieveCache, TtlCache
 from kvire.replay.optimum import ceiling_tokens
-from kvire.replay.simulate import Hits, Progress, run, run_store
+from kvire.replay.simulate import Hits, RequestsDone, run_store, simulate
 from kvire.replay.store_tiers import StoreTier, StoreTiers
 from kvire.replay.trace import Trace
 from kvire.store.eviction.policy import EvictionPolicy, policies
 
-Policy = Callable[[Trace, int, Progress], Hits]
+Policy = Callable[[Trace, int, RequestsDone], Hits]
 
 
-def _store(trace: Trace, blocks: int, progress: Progress) -> Hits:
+def _store(trace: Trace, blocks: int, progress: RequestsDone) -> Hits:
     return run_store(trace, StoreTiers([StoreTier(trace, blocks)]), progress)
 
 
-def _optimum(trace: Trace, blocks: int, progress: Progress) -> Hits:
+def _optimum(trace: Trace, blocks: int, progress: RequestsDone) -> Hits:
     return Hits(ceiling_tokens(trace, blocks, progress))
 
 
 def _of_the_store(policy: EvictionPolicy) -> Policy:
-    return lambda trace, blocks, progress: run(trace, RankCache(trace, blocks, policy), progress)
+    return lambda trace, blocks, progress: simulate(trace, RankCache(trace, blocks, policy), progress)
 
 
 def _lifetime(name: str, ttl_s: float) -> Policy:
-    def policy(trace: Trace, blocks: int, progress: Progress) -> Hits:
+    def policy(trace: Trace, blocks: int, progress: RequestsDone) -> Hits:
         if not trace.is_timed:
             raise ConfigError(f"{name} needs times, and {trace.name} has none: choose a policy without a clock")
-        return run(trace, TtlCache(trace, blocks, ttl_s), progress)
+        return simulate(trace, TtlCache(trace, blocks, ttl_s), progress)
 
     return policy
 
@@ -44,8 +44,8 @@ POLICIES: dict[str, tuple[str, Policy]] = {
         for name, policy in sorted(policies().items(), key=lambda one: one[0] != "lru")  # the store's default first
     },
     "store": ("the code of the store's tiers, with lru; slower to replay", _store),
-    "s3-fifo": ("S3-FIFO, adapted to chains", lambda t, blocks, p: run(t, S3FifoCache(t, blocks), p)),
-    "sieve": ("SIEVE, adapted to chains", lambda t, blocks, p: run(t, SieveCache(t, blocks), p)),
+    "s3-fifo": ("S3-FIFO, adapted to chains", lambda t, blocks, p: simulate(t, S3FifoCache(t, blocks), p)),
+    "sieve": ("SIEVE, adapted to chains", lambda t, blocks, p: simulate(t, SieveCache(t, blocks), p)),
     "optimum": ("knows the future: a ceiling for all others", _optimum),
 }
 DEFAULT_POLICIES = ("lru", "optimum")

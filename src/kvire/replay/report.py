@@ -6,7 +6,7 @@ from typing import Any
 
 from kvire.core.errors import ConfigError
 from kvire.replay.policies import policy_named
-from kvire.replay.simulate import Hits, Progress, ideal, run_store
+from kvire.replay.simulate import Hits, RequestsDone, ideal, run_store
 from kvire.replay.store_tiers import StoreTier, StoreTiers
 from kvire.replay.trace import Trace
 
@@ -53,7 +53,7 @@ class TierSize:
     size: CapacitySize
 
 
-def build(
+def replay_values(
     trace: Trace,
     policies: Sequence[str],
     sizes: Sequence[CapacitySize],
@@ -149,7 +149,7 @@ def _blocks(trace: Trace, size: CapacitySize) -> int:
     return size.tokens // trace.block_tokens
 
 
-def _progress(report: StageReport, stage: str, total: int) -> Progress:
+def _progress(report: StageReport, stage: str, total: int) -> RequestsDone:
     step = max(1, total // STEPS)
 
     def progress(done: int) -> None:

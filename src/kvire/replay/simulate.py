@@ -10,7 +10,7 @@ from kvire.replay.caches import ChainCache
 from kvire.replay.store_tiers import StoreTiers
 from kvire.replay.trace import Trace
 
-Progress = Callable[[int], None]  # requests done so far
+RequestsDone = Callable[[int], None]  # requests done so far
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ def ideal(trace: Trace) -> Hits:
     return hits
 
 
-def run(trace: Trace, cache: ChainCache, progress: Progress = lambda _: None) -> Hits:
+def simulate(trace: Trace, cache: ChainCache, progress: RequestsDone = lambda _: None) -> Hits:
     """One cache."""
     hits = Hits()
     for number, request in enumerate(trace.requests):
@@ -51,7 +51,7 @@ def run(trace: Trace, cache: ChainCache, progress: Progress = lambda _: None) ->
     return hits
 
 
-def run_store(trace: Trace, store: StoreTiers, progress: Progress = lambda _: None) -> Hits:
+def run_store(trace: Trace, store: StoreTiers, progress: RequestsDone = lambda _: None) -> Hits:
     """The store's own tiers; each block counts for the fastest tier that had it."""
     hits = Hits(by_tier=[0] * len(store.tiers))
     for number, request in enumerate(trace.requests):

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from urllib.parse import urlsplit
 
-from kvire.codec.codec import choose
+from kvire.codec.codec import codec_for
 from kvire.codec.frame import Frames
 from kvire.codec.seal import TenantKey
 from kvire.core.config import StoreConfig
@@ -61,7 +61,7 @@ def open_store(
             tiers.append((disk, sealed))
         for url in config.remote:
             remote = open_remote(url, timeout_s=config.load_timeout_s, ttl_s=config.ttl_s)
-            packed = choose(kv_dtype, scheme_of(urlsplit(url).scheme).bytes_per_s)
+            packed = codec_for(kv_dtype, scheme_of(urlsplit(url).scheme).bytes_per_s)
             tiers.append((remote, Frames(keyring.lately, packed)))
         for tier, _ in tiers:
             opened.callback(tier.close)
@@ -71,7 +71,7 @@ def open_store(
         return store
 
 
-def describe(config: StoreConfig, limit_bytes: int | None) -> str:
+def described(config: StoreConfig, limit_bytes: int | None) -> str:
     """A line for people: where their KV is kept, how, and how to keep nothing.
 
     limit_bytes: of the disk tier.

@@ -15,7 +15,7 @@ import pytest
 import torch
 from connectors.vllm.small_engine import BLOCK_BYTES, FULL, NAMESPACE, Request, SmallEngine
 
-from kvire.connectors.identity import connector_namespace, weight_files
+from kvire.connectors.identity import connector_namespace, files_with_weights
 from kvire.connectors.options import SharedStore
 from kvire.connectors.vllm.events import Announcer
 from kvire.connectors.vllm.groups import read_groups
@@ -189,9 +189,9 @@ def test_products_with_fewer_bits_are_named() -> None:
 
 def test_a_folder_without_weights_has_no_name(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="no weight files"):
-        weight_files(tmp_path)
+        files_with_weights(tmp_path)
     (tmp_path / "b.gguf").touch()
-    assert weight_files(tmp_path / "b.gguf") == (tmp_path / "b.gguf",)
+    assert files_with_weights(tmp_path / "b.gguf") == (tmp_path / "b.gguf",)
 
 
 @pytest.mark.parametrize(

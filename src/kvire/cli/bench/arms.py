@@ -9,7 +9,7 @@ from typing import Any
 
 from kvire.bench.arm import Arm
 from kvire.bench.client import Endpoint, first_model
-from kvire.bench.kvire_arm import KvireArm
+from kvire.bench.kvire_repeat import KvireArm
 from kvire.bench.metrics import Slo
 from kvire.bench.run import new_nonce
 from kvire.bench.settings import Settings

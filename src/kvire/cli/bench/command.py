@@ -10,8 +10,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from kvire.bench.compare import compare as compared
 from kvire.bench.html import page
-from kvire.bench.results import read, write
-from kvire.bench.run import measure
+from kvire.bench.results import read_report, write
+from kvire.bench.run import measure_arms
 from kvire.cli import options as opt
 from kvire.cli.bench.arms import arms_of, check_outputs, settings_of, without_secrets
 from kvire.cli.bench.options import ASKED, WRITTEN
@@ -23,7 +23,7 @@ bench = typer.Typer(invoke_without_command=True, add_completion=False)
 
 
 @bench.callback()
-@opt.shared(asked=ASKED, written=WRITTEN)
+@opt.with_options(asked=ASKED, written=WRITTEN)
 def run(
     ctx: typer.Context,
     *,
@@ -54,7 +54,7 @@ def run(
     arms = arms_of(asked, settings)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that started servers end as well
     with _Steps() as steps:
-        report = measure(arms, settings, steps, command=["kvire", *without_secrets(sys.argv[1:])])
+        report = measure_arms(arms, settings, steps, command=["kvire", *without_secrets(sys.argv[1:])])
     print_report(report)  # before the files: a full disk must not cost the run
     if written["json_file"] is not None:
         write(report, written["json_file"])
@@ -83,7 +83,7 @@ def compare(
     """
     if len(arms) != 2:
         raise ConfigError(f"--arms names one arm of each report, such as AA or AB; got {arms!r}")
-    print_comparison(compared(read(first), read(second), (arms[0], arms[1])), as_json=as_json)
+    print_comparison(compared(read_report(first), read_report(second), (arms[0], arms[1])), as_json=as_json)
 
 
 class _Steps:

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvire.bench import figures
-from kvire.bench.compare import Comparison, Ratio, within
+from kvire.bench.compare import Comparison, Ratio, within_run
 from kvire.bench.results import BenchReport, BenchRow
 from kvire.bench.states import NAMES, TierState
 
@@ -30,11 +30,11 @@ def print_report(report: BenchReport) -> None:
         out.print(table)
     out.print()
     out.print(figures.coverage(report["rows"]), highlight=False)
-    for line in [*figures.comparisons(report), *figures.notes(report)]:
+    for line in [*figures.comparisons(report), *figures.bench_notes(report)]:
         out.print(line, markup=False, highlight=False)
     if len(report["arms"]) == 2:
         out.print("\nB over A, repeat by repeat:")
-        _print_ratios(out, within(report))
+        _print_ratios(out, within_run(report))
 
 
 def _title(report: BenchReport, row: BenchRow) -> str:
@@ -76,8 +76,8 @@ def _print_ratios(out: Console, ratios: Sequence[Ratio]) -> None:
             str(one.row["concurrency"]),
             f"{state} {NAMES[state]}",
             one.measure.removesuffix("_s").upper(),
-            figures.seconds(one.first_s),
-            figures.seconds(one.second_s),
+            figures.rounded_seconds(one.first_s),
+            figures.rounded_seconds(one.second_s),
             figures.interval(one.ratio.as_dict(), figures.times),
         )
     out.print(table)

@@ -29,9 +29,9 @@ HELP = """\
 LIMIT_CHOICES = "[s]top, [n]ew chat, or [d]rop the oldest turns?"
 
 
-@opt.shared(engine=opt.ENGINE, sampling=opt.SAMPLING, store=opt.STORE)
+@opt.with_options(engine=opt.ENGINE, sampling=opt.SAMPLING, store=opt.STORE)
 def chat(
-    model: opt.Model,
+    model: opt.ModelName,
     system: Annotated[
         str | None, typer.Option(help="A system message that comes before every chat.", show_default=False)
     ] = None,

@@ -31,7 +31,9 @@ STORE_BYTES = 2 << 30
 POOL_BYTES = 1 << 30
 
 
-def measure(model: str, kv_dtype: str, lengths: Sequence[int] = LENGTHS, repeats: int = REPEATS) -> dict[str, Any]:
+def calibration_record(
+    model: str, kv_dtype: str, lengths: Sequence[int] = LENGTHS, repeats: int = REPEATS
+) -> dict[str, Any]:
     """The calibration record (schema kvire.calibration/1) of this machine with this model.
 
     Progress on standard error.

@@ -10,12 +10,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvire.bench.results import read
+from kvire.bench.results import read_report
 from kvire.cli import options as opt
 from kvire.cli.lazy import deferred
 from kvire.cli.plan import options as groups
 from kvire.cli.plan import show as plan_show
-from kvire.cli.plan.picture import draw
+from kvire.cli.plan.picture import draw_plan
 from kvire.cli.plan.show import show_check
 from kvire.core.cache_folder import write_json
 from kvire.core.errors import ConfigError
@@ -23,11 +23,11 @@ from kvire.models.planned import find_model
 from kvire.plan import make
 from kvire.plan.calibration import calibration_file
 from kvire.plan.cards import cards as all_cards
-from kvire.plan.check import check
+from kvire.plan.check import check_times
 from kvire.plan.make import MEASURED, Hardware
 from kvire.plan.plan import Plan, PlannedModel, predictor
 from kvire.plan.read_shape import read_shape
-from kvire.plan.report import as_text, build
+from kvire.plan.report import as_text, plan_values
 from kvire.plan.shape import Storage
 from kvire.plan.sizing import ServingUse
 from kvire.report.charts import picture_kind
@@ -40,7 +40,7 @@ EPILOG = (
 )
 
 
-@opt.shared(model=groups.MODEL, machine=groups.MACHINE, reuse=groups.REUSE, use=groups.USE, money=groups.MONEY)
+@opt.with_options(model=groups.MODEL, machine=groups.MACHINE, reuse=groups.REUSE, use=groups.USE, money=groups.MONEY)
 def plan(
     name: Annotated[
         str | None,
@@ -93,17 +93,17 @@ def plan(
     if calibrate:
         machine = _calibrate(name, machine, kept.kv_dtype)
     planned = make.make(
-        found, kept, make.Hardware(**machine), make.Reused(**reuse), ServingUse(**use), make.Spent(**money)
+        found, kept, make.Hardware(**machine), make.PlannedReuse(**reuse), ServingUse(**use), make.Spent(**money)
     )
     if check is not None:
         _check(planned, check, out, as_json=as_json)
         return
     if picture is not None:
-        draw(planned, picture)
+        draw_plan(planned, picture)
     if as_json:
-        print(as_text(build(planned)))
+        print(as_text(plan_values(planned)))
     else:
-        plan_show.show(build(planned), out)
+        plan_show.print_plan(plan_values(planned), out)
 
 
 def _find(name: str) -> "PlannedModel":
@@ -128,7 +128,7 @@ def _check(planned: "Plan", path: Path, out: Console, *, as_json: bool) -> None:
             "a prediction needs a machine: --hardware measured after --calibrate, or a device of the table"
         )
     same = {"layers": planned.shape.layers, "kv_dtype": planned.storage.dtype}
-    rows = check(read(path), predictor(planned), same)
+    rows = check_times(read_report(path), predictor(planned), same)
     if as_json:
         print(json.dumps([asdict(row) | {"error": row.error, "within": row.within} for row in rows], indent=1))
     else:

@@ -9,7 +9,7 @@ USERS = (1, 10, 100)
 GIB = 1 << 30
 
 
-def draw(plan: Plan, path: Path) -> None:
+def draw_plan(plan: Plan, path: Path) -> None:
     """Write `path`. Raises ConfigError for another ending, or where the file cannot be written."""
     labels = charts.Labels(
         f"KV of {plan.title}, {plan.storage.dtype}",

@@ -12,7 +12,7 @@ from kvire.plan.check import WITHIN, Checked
 from kvire.plan.verdict import LEAST_SAVING
 
 
-def show(plan: dict[str, Any], out: Console) -> None:
+def print_plan(plan: dict[str, Any], out: Console) -> None:
     """Print the record that plan/report.py builds, section by section."""
     for section in (_model, _layers, _growth, _capacity, _break_even, _ttft, _verdict, _money):
         section(plan, out)

@@ -18,7 +18,7 @@ from kvire.models.planned import find_model
 from kvire.plan.shape import Storage
 from kvire.replay.formats import read_trace
 from kvire.replay.policies import DEFAULT_POLICIES, POLICIES
-from kvire.replay.report import CapacitySize, TierSize, TokenKV, build, build_tiers
+from kvire.replay.report import CapacitySize, TierSize, TokenKV, build_tiers, replay_values
 from kvire.replay.trace import Trace
 from kvire.report.charts import picture_kind
 
@@ -128,14 +128,16 @@ def replay(
         else:
             names = list(POLICIES) if "all" in (policy or ()) else list(dict.fromkeys(policy or DEFAULT_POLICIES))
             sizes = {_size(text, trace, kv) for text in capacity or DEFAULT_CAPACITIES}
-            values = build(trace, names, sorted(sizes, key=lambda size: size.tokens), spread=spread, report=report)
+            values = replay_values(
+                trace, names, sorted(sizes, key=lambda size: size.tokens), spread=spread, report=report
+            )
     values["kv"] = None if kv is None else asdict(kv)
     if picture is not None:
-        replay_show.draw(values, picture)
+        replay_show.draw_curves(values, picture)
     if as_json:
         print(json.dumps(values, ensure_ascii=False, indent=1))
     else:
-        replay_show.show(values, Console(highlight=False))
+        replay_show.print_replay(values, Console(highlight=False))
 
 
 def _token_kv(model: str | None, kv_dtype: str | None, bytes_per_token: int | None) -> "TokenKV | None":

@@ -12,7 +12,7 @@ from kvire.core.memory import format_size
 from kvire.report import charts
 
 
-def show(values: dict[str, Any], out: Console) -> None:
+def print_replay(values: dict[str, Any], out: Console) -> None:
     """Print the report of `kvire.replay.report`."""
     trace = values["trace"]
     out.print(
@@ -91,7 +91,7 @@ def tokens(count: float) -> str:
     return f"{count:.0f}"
 
 
-def draw(values: dict[str, Any], path: Path) -> None:
+def draw_curves(values: dict[str, Any], path: Path) -> None:
     """Write the curves to `path`.
 
     Raises ConfigError for another ending, or an unwritable file.

@@ -2,8 +2,9 @@
 
 import time
 
+from kvire.cli.options import Json
 from kvire.cli.store import show
-from kvire.cli.store.options import Json, KeyFile, Tenant, Where, Yes, ask
+from kvire.cli.store.options import KeyFile, Tenant, Where, Yes, go_on
 from kvire.cli.store.place import AT_ONCE, late_progress, opened, sessions_of
 from kvire.core.errors import StoreError
 
@@ -24,7 +25,7 @@ def forget(
         tag = place.tag_of(tenant)
         theirs = [entry for entry in place.entries(report) if entry.tenant_tag == tag]
         if not yes:
-            ask(
+            go_on(
                 f"This destroys the key of the {show.tenant_name({'tenant': tenant})} in {place.keyring.path}, and "
                 f"removes its {len(theirs):,} blocks and all its sessions from {place.name}. There is no way back."
             )
@@ -58,7 +59,7 @@ def clear(where: Where = None, yes: Yes = False, key_file: KeyFile = None, as_js
     with opened(where, key_file) as place, late_progress() as report:
         ids = [entry.id for entry in place.entries(report)]
         if not yes:
-            ask(f"This removes all {len(ids):,} blocks from {place.name}, of every tenant and whoever stored them.")
+            go_on(f"This removes all {len(ids):,} blocks from {place.name}, of every tenant and whoever stored them.")
         removed = place.patiently(place.tier.clear)
         left = 0
         for start in range(0, len(ids), AT_ONCE):

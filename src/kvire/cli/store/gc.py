@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from kvire.cli.options import Json
 from kvire.cli.store import show
-from kvire.cli.store.options import Json, KeyFile, Where, Yes, ask
+from kvire.cli.store.options import KeyFile, Where, Yes, go_on
 from kvire.cli.store.place import OpenedStore, late_progress, opened, sessions_of
 from kvire.core.errors import StoreError
 from kvire.core.memory import format_size
@@ -85,7 +86,7 @@ def gc(
             garbage = replace(garbage, orphans=[entry for entry in garbage.orphans if entry.id in again])
         sessions = _unreadable_sessions(place)
         if unreadable and not dry_run and not yes and (garbage.unreadable or sessions):
-            ask(
+            go_on(
                 f"{len(garbage.unreadable):,} blocks and the sessions of {len(sessions):,} tenants in {place.name} "
                 f"cannot be read with {place.keyring.path}. If others share this store with keys of their own, these "
                 "are theirs."

@@ -4,8 +4,9 @@ from typing import Annotated
 
 import typer
 
+from kvire.cli.options import Json
 from kvire.cli.store import show
-from kvire.cli.store.options import Json, KeyFile, Where
+from kvire.cli.store.options import KeyFile, Where
 from kvire.cli.store.place import late_progress, opened
 
 

@@ -18,7 +18,6 @@ WhereOption = Annotated[
 KeyFile = Annotated[
     Path | None, typer.Option(help="The file with the keys of the seal; yours by default.", show_default=False)
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 Tenant = Annotated[
     str,
@@ -41,10 +40,10 @@ PromptFile = Annotated[
     Path | None, typer.Option("--prompt", help="The blocks of the prompt in this file.", show_default=False)
 ]
 PromptModel = Annotated[str | None, typer.Option("--model", help="The model that --prompt is for.", show_default=False)]
-Raw = Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the model's chat template.")]
+RawPrompt = Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the model's chat template.")]
 
 
-def ask(question: str) -> None:
+def go_on(question: str) -> None:
     """Continue only if the user agrees."""
     console.print(question, markup=False, soft_wrap=True)
     typer.confirm("Go on?", abort=True, err=True)

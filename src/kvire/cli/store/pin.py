@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvire.cli.lazy import deferred
+from kvire.cli.options import Json
 from kvire.cli.store import show
-from kvire.cli.store.options import Json, KeyFile, Keys, NamespaceOption, PromptFile, PromptModel, Raw, WhereOption
+from kvire.cli.store.options import KeyFile, Keys, NamespaceOption, PromptFile, PromptModel, RawPrompt, WhereOption
 from kvire.cli.store.place import OpenedStore, late_progress, opened
 from kvire.core.errors import ConfigError, StoreError
 from kvire.core.keys import BlockKey
@@ -62,7 +63,7 @@ def pin(
     namespace: NamespaceOption = None,
     prompt: PromptFile = None,
     model: PromptModel = None,
-    raw: Raw = False,
+    raw: RawPrompt = False,
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
@@ -82,7 +83,7 @@ def unpin(
     namespace: NamespaceOption = None,
     prompt: PromptFile = None,
     model: PromptModel = None,
-    raw: Raw = False,
+    raw: RawPrompt = False,
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:

@@ -1,7 +1,8 @@
 """`kvire store stat`."""
 
+from kvire.cli.options import Json
 from kvire.cli.store import show
-from kvire.cli.store.options import Json, KeyFile, Where
+from kvire.cli.store.options import KeyFile, Where
 from kvire.cli.store.place import late_progress, opened
 
 

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from kvire.cli.options import Json
 from kvire.cli.store import show
-from kvire.cli.store.options import Json, KeyFile, Where
+from kvire.cli.store.options import KeyFile, Where
 from kvire.cli.store.place import OpenedStore, late_progress, opened
 from kvire.store.check import CheckedBlock, Checker, CheckVerdict
 

@@ -9,7 +9,8 @@ import typer
 from kvire.cli import options as opt
 from kvire.cli.display import LoadProgress, console, seconds
 from kvire.cli.lazy import deferred
-from kvire.cli.store.options import Json, Raw, Tenant
+from kvire.cli.options import Json
+from kvire.cli.store.options import RawPrompt, Tenant
 from kvire.cli.store.show import print_json
 from kvire.cli.store_config import store_config
 from kvire.core.errors import ConfigError, StoreError
@@ -20,15 +21,15 @@ prompts = deferred("kvire.cli.store.prompt")
 FLUSH_S = 120.0  # for all computed prompts to reach the slowest tier
 
 
-@opt.shared(engine=opt.ENGINE, store=opt.STORE)
+@opt.with_options(engine=opt.ENGINE, store=opt.STORE)
 def warm(
-    model: opt.Model,
+    model: opt.ModelName,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.", show_default=False)] = None,
     file: Annotated[
         list[Path] | None,
         typer.Option("--file", "-f", help="A file with a prompt; may be repeated.", show_default=False),
     ] = None,
-    raw: Raw = False,
+    raw: RawPrompt = False,
     tenant: Tenant = "",
     as_json: Json = False,
     *,

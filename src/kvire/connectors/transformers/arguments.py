@@ -52,7 +52,7 @@ class GenerateCall:
     arguments: dict[str, Any]
 
 
-def check(model: Any, inputs: Tensor | None, arguments: Mapping[str, Any]) -> GenerateCall:
+def checked_call(model: Any, inputs: Tensor | None, arguments: Mapping[str, Any]) -> GenerateCall:
     """The prompt of a call.
 
     Raises RequestError, with what to do, for what is not one sequence of plain tokens.

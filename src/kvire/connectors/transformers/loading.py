@@ -23,7 +23,7 @@ QUEUED_S = 2.0  # with blocks of the call before that are still being written
 EXPLAIN_S = 0.1  # what a report waits for the reason of a miss, after the answer was computed
 
 
-Place = tuple[int, int]  # of a block: index, part
+BlockPart = tuple[int, int]  # of a block: index, part
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ def loadable(chain: Chain) -> int:
     return (len(chain.token_ids) - 1) // chain.block_size
 
 
-def load(reuse: Reuse, chain: Chain, queued: AbstractSet[BlockKey]) -> Loaded:
+def load_prefix(reuse: Reuse, chain: Chain, queued: AbstractSet[BlockKey]) -> Loaded:
     """Load what is stored of a prompt, and wait for it, but no longer than computing it would take.
 
     queued: blocks that were saved lately, and may still be on their way.
@@ -82,8 +82,8 @@ def _fetch(reuse: Reuse, loaded: Loaded, found: Found, deadline: float) -> None:
     loaded.slabs = [
         torch.empty((found.stop, part.size_bytes), dtype=torch.uint8) for part in reuse.parts
     ]  # rows of windows that are not needed are never touched, and take no memory
-    ready: dict[Place, TierKind] = {}
-    gone: dict[Place, MissReason | None] = {}
+    ready: dict[BlockPart, TierKind] = {}
+    gone: dict[BlockPart, MissReason | None] = {}
     stop = found.stop
     while missing := [place for place in needed(reuse.parts, chain.block_size, 0, stop) if place not in ready]:
         _try(reuse, loaded, replace(found, stop=stop, needed=missing), deadline, ready, gone)
@@ -99,7 +99,7 @@ def _fetch(reuse: Reuse, loaded: Loaded, found: Found, deadline: float) -> None:
 
 def _try(
     reuse: Reuse, loaded: Loaded, found: Found, deadline: float,
-    ready: dict[Place, TierKind], gone: dict[Place, MissReason | None],
+    ready: dict[BlockPart, TierKind], gone: dict[BlockPart, MissReason | None],
 ) -> None:  # fmt: skip
     """One load.
 

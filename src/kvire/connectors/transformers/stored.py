@@ -18,14 +18,14 @@ from kvire.connectors.transformers import arguments
 from kvire.connectors.transformers.blocks import CACHE, CacheLayout
 from kvire.connectors.transformers.computed import Computed
 from kvire.connectors.transformers.identity import ModelIdentity
-from kvire.connectors.transformers.loading import load
+from kvire.connectors.transformers.loading import load_prefix
 from kvire.core.config import StoreConfig
 from kvire.core.errors import ConfigError, UnsupportedModelError
 from kvire.core.keys import BlockKey
 from kvire.core.report import CacheReport, MissReason
 from kvire.store.open import open_store
 from kvire.store.reuse.chain import Chain
-from kvire.store.reuse.look import parts_of
+from kvire.store.reuse.look import parts_of_groups
 from kvire.store.reuse.planner import Memory, Reuse
 from kvire.store.tiered import TieredStore
 
@@ -82,7 +82,7 @@ class StoredCache:
         if isinstance(store, (str, Path)):
             store = StoreConfig(path=Path(store).expanduser())
         opened = store if isinstance(store, TieredStore) else open_store(store, layout.spec.dtype)
-        reuse = Reuse(opened, namespace, parts_of(layout.spec), block_size)
+        reuse = Reuse(opened, namespace, parts_of_groups(layout.spec), block_size)
         return cls(model, reuse, identity, layout, tenant=tenant, cache_salt=cache_salt, owns_store=opened is not store)
 
     def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ class StoredCache:
         Raises RequestError for what a stored cache cannot follow (docs/transformers.md), and
         UnsupportedModelError for a model that was changed into one.
         """
-        prompt = arguments.check(self.model, inputs, kwargs)
+        prompt = arguments.checked_call(self.model, inputs, kwargs)
         limit = self._identity.limit_tokens
         if limit is not None and len(prompt.token_ids) > limit:
             out = self.model.generate(**prompt.arguments)
@@ -102,7 +102,7 @@ class StoredCache:
             return out
         chain = self._chain(prompt.token_ids)
         used = self._layout.empty_cache(self.model.config)
-        loaded = load(self._reuse, chain, self._queued)
+        loaded = load_prefix(self._reuse, chain, self._queued)
         if loaded.stop:
             self._layout.fill(used, loaded.slabs, loaded.stop, self.model.device)
         with Computed(self.model, used, prompt.token_ids, loaded.stop * chain.block_size) as computed:

@@ -13,7 +13,7 @@ MOST_UNDER_WAY = 64  # steps that were planned and have not ended; vLLM plans tw
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepUnderWay:
     """A step under way.
 
     start, count: first token, and tokens, of the prompt that has most of them.
@@ -36,7 +36,7 @@ class Steps:
     def __init__(self, prefill: PrefillSpeed, clock: Callable[[], float] = monotonic) -> None:
         self._prefill = prefill
         self._clock = clock
-        self._under_way: OrderedDict[int, Step] = OrderedDict()
+        self._under_way: OrderedDict[int, StepUnderWay] = OrderedDict()
         self._number = 0
         self._last_ended_s = clock()
 
@@ -49,7 +49,7 @@ class Steps:
         if largest is None or counts[largest] < LEAST_STEP_TOKENS:
             return None
         self._number += 1
-        self._under_way[self._number] = Step(
+        self._under_way[self._number] = StepUnderWay(
             starts.get(largest, 0), counts[largest], sum(counts.values()), self._clock()
         )
         if len(self._under_way) > MOST_UNDER_WAY:

@@ -71,7 +71,7 @@ def entries(access: DiskAccess) -> Iterator[Entry]:
             return
 
 
-def counted(access: DiskAccess, stats: TierStats, evicted: Evicted) -> None:
+def update_counts(access: DiskAccess, stats: TierStats, evicted: Evicted) -> None:
     """Update `stats` with the counts available without waiting."""
     stats.unavailable = access.unavailable
     stats.evictions = dict(evicted.reasons)

@@ -12,7 +12,7 @@ from kvire.store.disk.rows import IndexDamagedError
 
 TROUBLE = (OSError, sqlite3.Error, IndexDamagedError)
 
-Rows = list[tuple[Any, ...]]
+TableRows = list[tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class Salvaged:
     """
 
     capacity_bytes: int | None = None
-    pins: Rows = field(default_factory=list)
-    namespaces: Rows = field(default_factory=list)
-    written: Rows = field(default_factory=list)
+    pins: TableRows = field(default_factory=list)
+    namespaces: TableRows = field(default_factory=list)
+    written: TableRows = field(default_factory=list)
 
     def enter(self, index: DiskIndex) -> None:
         """Write the rows into a new index. Pins wait there until their blocks are found."""
@@ -52,7 +52,7 @@ def salvage(index: DiskIndex) -> Salvaged:
     )
 
 
-def _rows(index: DiskIndex, sql: str) -> Rows:
+def _rows(index: DiskIndex, sql: str) -> TableRows:
     with suppress(*TROUBLE):
         return index.query(sql)
     return []

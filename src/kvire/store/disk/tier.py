@@ -27,7 +27,7 @@ from kvire.store.disk.allocator import MIN_CAPACITY_BYTES, Evicted
 from kvire.store.disk.files import Files
 from kvire.store.disk.folder import DiskFolder
 from kvire.store.disk.index import MOST_NAMESPACE_BYTES, MOST_NAMESPACES
-from kvire.store.disk.listing import TenantUse, counted, entries, leftovers
+from kvire.store.disk.listing import TenantUse, entries, leftovers, update_counts
 from kvire.store.disk.reader import DiskReader, ReadAhead
 from kvire.store.disk.segments import SlotHeader, slot_bytes_for
 from kvire.store.disk.upkeep import Touches, Upkeep, overwrite_free, remove_rows
@@ -269,7 +269,7 @@ class DiskTier:
     def stats(self) -> TierStats:
         """See Tier. Writes of other processes show within a second."""
         with self._lock:
-            counted(self._access, self._stats, self._evicted)
+            update_counts(self._access, self._stats, self._evicted)
             return replace(
                 self._stats, reads=self._reader.reads, read_bytes=self._reader.read_bytes,
                 refused=dict(self._stats.refused),

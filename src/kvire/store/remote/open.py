@@ -30,12 +30,12 @@ def open_remote(
         parts = urlsplit(url)
     except ValueError:
         raise ConfigError("the URL of a remote tier cannot be read; it looks like redis://host:6379/0") from None
-    name = shown(parts)
+    name = url_without_secrets(parts)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     backend = scheme_of(parts.scheme).make(parts, name, options)
     return RemoteTier(name, backend, timeout_s=timeout_s, ttl_s=ttl_s, probe_after_s=probe_after_s)
 
 
-def shown(parts: SplitResult) -> str:
+def url_without_secrets(parts: SplitResult) -> str:
     """The URL without secrets: for names, messages and metrics."""
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

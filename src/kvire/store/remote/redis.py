@@ -11,7 +11,7 @@ from kvire.core.errors import BlockMissing, FrameDamaged, TierUnavailable
 from kvire.store.remote.backend import BATCH, HEAD_BYTES, StoredObject, Value
 from kvire.store.remote.deadline import Deadline
 from kvire.store.remote.redis_nodes import Nodes, RedisServer
-from kvire.store.remote.redis_wire import Reply, ReplyError, Request, command, command_with_value
+from kvire.store.remote.redis_wire import RedisReply, RedisRequest, ReplyError, command, command_with_value
 from kvire.store.tier import Buffer
 
 SCAN_COUNT = 1000  # buckets that one SCAN looks at
@@ -95,11 +95,11 @@ class RedisBackend:
         """Close all connections."""
         self._nodes.close()
 
-    def _each(self, verb: str, names: Sequence[str], tail: Sequence[str | int], deadline: Deadline) -> list[Reply]:
+    def _each(self, verb: str, names: Sequence[str], tail: Sequence[str | int], deadline: Deadline) -> list[RedisReply]:
         """The replies to `verb name tail` for each name."""
         return self._nodes.call([(name, (command(verb, name, *tail),)) for name in names], deadline)
 
-    def _one(self, name: str, request: Request, deadline: Deadline) -> Reply:
+    def _one(self, name: str, request: RedisRequest, deadline: Deadline) -> RedisReply:
         return self._nodes.call([(name, request)], deadline)[0]
 
     @staticmethod
@@ -116,7 +116,7 @@ class RedisBackend:
                 raise TierUnavailable(_said(reply))
 
 
-def _stored(name: str, size: Reply, life_ms: Reply, head: Reply) -> StoredObject | None:
+def _stored(name: str, size: RedisReply, life_ms: RedisReply, head: RedisReply) -> StoredObject | None:
     if (life := _whole(life_ms)) == -2:
         return None  # removed since it was listed
     expires = time.time() + life / 1000 if life >= 0 else None
@@ -125,19 +125,19 @@ def _stored(name: str, size: Reply, life_ms: Reply, head: Reply) -> StoredObject
     return StoredObject(name, head, size, expires)
 
 
-def _whole(reply: Reply) -> int:
+def _whole(reply: RedisReply) -> int:
     if not isinstance(reply, int):
         raise TierUnavailable(_said(reply))
     return reply
 
 
-def _refusal(reply: Reply) -> str | None:
+def _refusal(reply: RedisReply) -> str | None:
     if not isinstance(reply, ReplyError):
         return None
     return "full" if reply.code == "OOM" else "refused"
 
 
-def _said(reply: Reply) -> str:
+def _said(reply: RedisReply) -> str:
     return reply.text if isinstance(reply, ReplyError) else "an answer that does not belong to the question"
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from kvire.core.errors import TierUnavailable
 from kvire.store.remote.deadline import Deadline
 from kvire.store.remote.redis_address import Address
-from kvire.store.remote.redis_wire import Login, Reply, ReplyError, Request, Wire, command
+from kvire.store.remote.redis_wire import Login, RedisReply, RedisRequest, ReplyError, Wire, command
 from kvire.store.tier import Buffer
 
 MAX_IDLE = 8  # connections kept per server; more are closed after use
@@ -87,7 +87,7 @@ class Nodes:
         self._by_slot: dict[int, RedisServer] = {}
         self._stale = cluster
 
-    def call(self, requests: Sequence[tuple[str, Request]], deadline: Deadline) -> list[Reply]:
+    def call(self, requests: Sequence[tuple[str, RedisRequest]], deadline: Deadline) -> list[RedisReply]:
         """The reply to each (key, request), sent together to each server.
 
         Raises TierUnavailable.
@@ -95,7 +95,7 @@ class Nodes:
         by_server: dict[RedisServer, list[int]] = {}
         for place, (key, _) in enumerate(requests):
             by_server.setdefault(self._server(key, deadline), []).append(place)
-        replies: list[Reply] = [None] * len(requests)
+        replies: list[RedisReply] = [None] * len(requests)
         with self._noticing_failures(), ExitStack() as wires:
             asked = [(wires.enter_context(server.wire(deadline)), places) for server, places in by_server.items()]
             for wire, places in asked:
@@ -145,10 +145,10 @@ class Nodes:
         self,
         server: RedisServer,
         error: ReplyError,
-        request: Request,
+        request: RedisRequest,
         buffers: Sequence[Buffer] | None,
         deadline: Deadline,
-    ) -> Reply:
+    ) -> RedisReply:
         """Follow a redirection of the cluster: the slot has moved, or is moving."""
         for _ in range(MAX_REDIRECTS):
             with self._noticing_failures(), server.wire(deadline) as wire:
@@ -216,7 +216,7 @@ class Nodes:
         for server in servers:
             server.close()
 
-    def _table(self, ranges: Reply, asked: RedisServer) -> dict[int, RedisServer]:
+    def _table(self, ranges: RedisReply, asked: RedisServer) -> dict[int, RedisServer]:
         """Server by slot, from the reply to CLUSTER SLOTS.
 
         The reply is [[first, last, [host, port, ...], replicas...], ...].
@@ -240,7 +240,7 @@ class Nodes:
                 raise TierUnavailable(f"{asked.address} belongs to a cluster without slots")
 
 
-def _joined(requests: Sequence[Request]) -> Request:
+def _joined(requests: Sequence[RedisRequest]) -> RedisRequest:
     """One send for many small requests."""
     if len(requests) == 1:
         return requests[0]

@@ -19,7 +19,7 @@ from kvire.store.remote.deadline import Deadline
 from kvire.store.remote.redis_address import Address
 from kvire.store.tier import Buffer
 
-Request: TypeAlias = tuple[bytes | Buffer, ...]  # sent one after the other
+RedisRequest: TypeAlias = tuple[bytes | Buffer, ...]  # sent one after the other
 SMALL_READ_BYTES = 64  # enough for the line before a value; the first bytes of the value in it are copied once more
 MAX_LINE_BYTES = 4096
 MAX_SMALL_VALUE_BYTES = 64 << 10
@@ -41,7 +41,7 @@ class ReplyError:
         return self.text.partition(" ")[0]
 
 
-Reply: TypeAlias = "int | str | bytes | ReplyError | list[Reply] | None"
+RedisReply: TypeAlias = "int | str | bytes | ReplyError | list[RedisReply] | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,9 @@ def command(*parts: bytes | str | int) -> bytes:
     return b"*%d\r\n%b" % (len(encoded), b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in encoded))
 
 
-def command_with_value(head: Sequence[bytes | str], value: Value, tail: Sequence[bytes | str | int] = ()) -> Request:
+def command_with_value(
+    head: Sequence[bytes | str], value: Value, tail: Sequence[bytes | str | int] = ()
+) -> RedisRequest:
     """One command with a large part that is sent without a copy."""
     before = command(*head).partition(b"\r\n")[2]
     after = command(*tail).partition(b"\r\n")[2]
@@ -116,7 +118,7 @@ class Wire:
         """Idempotent."""
         self._sock.close()
 
-    def send(self, parts: Request, deadline: Deadline) -> None:
+    def send(self, parts: RedisRequest, deadline: Deadline) -> None:
         """Send everything. Raises TierUnavailable."""
         try:
             for part in parts:
@@ -125,7 +127,7 @@ class Wire:
         except OSError as error:
             raise _broken(error, deadline) from error
 
-    def read_reply(self, deadline: Deadline, depth: int = 0) -> Reply:
+    def read_reply(self, deadline: Deadline, depth: int = 0) -> RedisReply:
         """Read any reply but a large value.
 
         Raises TierUnavailable, also for a malformed reply.

@@ -26,7 +26,7 @@ class Part:
     window: int | None = None
 
 
-def parts_of(spec: KVSpec) -> tuple[Part, ...]:
+def parts_of_groups(spec: KVSpec) -> tuple[Part, ...]:
     """One for each group of a model."""
     return tuple(Part(spec.block_bytes(number), group.window) for number, group in enumerate(spec.groups))
 

@@ -2,19 +2,17 @@
 which disk.
 """
 
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvire.bench.arm import Judge, MeasuredPass, Say
+from kvire.bench.arm import Judge
 from kvire.bench.client import Endpoint
 from kvire.bench.ideal import Spell
-from kvire.bench.kvire_repeat import Repeat
-from kvire.bench.prompts import BenchPrompt, TokenScale, Writer
+from kvire.bench.prompts import BenchPrompt, TokenScale
 from kvire.bench.server import PROGRAM
 from kvire.bench.settings import Settings
 from kvire.bench.states import TierState
@@ -22,14 +20,14 @@ from kvire.core.dtypes import KV_DTYPES
 from kvire.core.errors import ConfigError
 from kvire.core.spec import KVSpec
 from kvire.models.catalog import ModelFacts, describe
-from kvire.store.remote.open import shown
+from kvire.store.remote.open import url_without_secrets
 
 OURS = ("--port", "--host", "--api-key", "--served-name", "--store", "--remote", "--ram", "--key-file", "--disk-size")
 DEFAULT_BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class KvireArm:
+class KvireSetup:
     """Servers of Kvire that are started for the measurement.
 
     model: as `kvire serve` takes it.
@@ -116,7 +114,7 @@ class KvireArm:
             },
             "options": list(self.options),
             "store": str(self.place) if self.has_store else None,
-            "remote": None if self.remote is None else shown(urlsplit(self.remote)),
+            "remote": None if self.remote is None else url_without_secrets(urlsplit(self.remote)),
         }
 
     def steps(self) -> int:
@@ -124,13 +122,6 @@ class KvireArm:
         states = set(self.settings.states)
         cells = len(list(self.settings.cells()))
         return (len(states) + (TierState.R in states)) * cells + 1 + len(states & {TierState.D, TierState.N})
-
-    def measure(self, repeat: int, scale: TokenScale, say: Say) -> Iterator[MeasuredPass]:
-        """See Arm. What the servers kept is gone afterwards."""
-        self.place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="kvire-bench-", dir=self.place) as folder:
-            write = Writer(scale, self.settings.seed, self.settings.nonce)
-            yield from Repeat(self, repeat, write, Path(folder), say).all()
 
     @property
     def _block_tokens(self) -> int:
