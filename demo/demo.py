@@ -48,7 +48,7 @@ def main() -> None:
         "\nServe it, or a model of your own (a transformers directory, a .gguf file or a hub id):\n"
         "  [bold].venv/bin/kvire serve smollm2[/]\n"
         "  [bold].venv/bin/kvire chat smollm2[/]\n"
-        "README.md says how each part is used."
+        "README.md shows the use of each part."
     )
 
 
@@ -132,7 +132,7 @@ def kill_and_restart() -> None:
     must(lives[1]["cache"]["disk_tokens"] > 0, "the second one finds what the first one left")
     must(lives[0]["token_ids"] == lives[1]["token_ids"], "both answers are the same")
     console.print(
-        "kill -9 a second after the answer; the next process found the report's KV on disk, sealed with AES-256-GCM."
+        "kill -9 came a second after the answer. The next process found the report's KV on disk, sealed (AES-256-GCM)."
     )
 
 
@@ -206,8 +206,8 @@ def cache_off_and_on(picture: Path) -> None:
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw_svg(picture, series)
     console.print(
-        "Off, each token means reading everything before it again: linear a token, quadratic a text. On, a token "
-        f"reads its KV only. (Whole text: the measured steps, integrated over length.) {picture}"
+        "Cache off: each token computes all earlier text again, linear a token, quadratic a text. Cache on: a token "
+        f"reads the stored KV only. (Whole text: the measured steps, integrated over length.) {picture}"
     )
 
 

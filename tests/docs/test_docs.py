@@ -19,6 +19,8 @@ from kvire.server.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WRITTEN = [*PAGES, *sorted((ROOT / "docs" / "adr").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+LINE_CHARACTERS = 100
 REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 
 
@@ -48,11 +50,31 @@ def test_example_files_run(path: Path) -> None:
     assert done.stdout.strip()
 
 
-def test_links_lead_somewhere() -> None:
-    for page in [*PAGES, *(ROOT / "docs" / "adr").glob("*.md"), ROOT / "CONTRIBUTING.md"]:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name}: {target}"
+def heading_anchors(page: Path) -> set[str]:
+    """GitHub's anchors of a page: headings in lower case, without punctuation, joined by dashes."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            linked = page.parent / target if target else page
+            assert linked.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in heading_anchors(linked), f"{page.name}: {target}#{anchor}"
+
+
+def long_prose_lines(text: str) -> list[str]:
+    """Lines over LINE_CHARACTERS outside code and tables; the target of a link does not count."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in prose.splitlines() if not line.lstrip().startswith("|") and not line.startswith("    ")]
+    return [line for line in lines if len(re.sub(r"\]\([^)]*\)", "]", line)) > LINE_CHARACTERS]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_prose_is_wrapped(page: Path) -> None:
+    assert not long_prose_lines(page.read_text(encoding="utf-8"))
 
 
 def test_every_command_is_described() -> None:
