@@ -1,4 +1,4 @@
-"""Writes blocks to a disk tier until it is told to stop: python disk/writer.py FOLDER CAPACITY_BYTES SEED BLOCKS"""
+"""Writes blocks to a disk tier until it is told to stop: python disk_writer.py FOLDER CAPACITY_BYTES SEED BLOCKS"""
 
 import random
 import sys

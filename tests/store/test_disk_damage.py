@@ -15,6 +15,7 @@ from harness.waiting import until
 from store.disk_cases import (
     MIB,
     ROOT,
+    TENANT,
     FaultyFiles,
     WatchedFiles,
     check_index,
@@ -41,7 +42,7 @@ from store.index_damage import (
 
 from kvire.core.errors import BlockMissing, TierUnavailable
 from kvire.store.disk.folder import WRITING_BYTE
-from kvire.store.disk.index import is_damage
+from kvire.store.disk.index import DiskIndex, is_damage
 from kvire.store.disk.tier import DiskTier
 
 NOTE = {"weights": "w", "block_size": "16"}  # what `make` notes of ROOT
@@ -279,3 +280,22 @@ def test_a_schema_that_is_spelt_otherwise_meanwhile_is_damage(tmp_path: Path) ->
                 folder.index._idle.pop().close()
         mend(tier)
         assert here(tier) == len(BLOCKS)
+
+
+@pytest.mark.parametrize("call", [lambda tier: list(tier.entries()), lambda tier: tier.delete_tenant(TENANT)])
+def test_rows_out_of_order_are_damage_and_no_loop_without_an_end(tmp_path, monkeypatch, call):
+    execute = DiskIndex._execute
+
+    def turned(index, connection, sql, *rest):
+        rows = execute(index, connection, sql, *rest)
+        return rows[::-1] if "ORDER BY slot" in sql else rows
+
+    with DiskTier(tmp_path / "disk", 16 * MIB) as tier:
+        for place in range(4):
+            put(tier, record_of(1, place))
+            put(tier, record_of(1, place), 1)  # written again: the slots before are free
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskIndex, "_execute", turned)
+            with pytest.raises(TierUnavailable, match="not in order"):
+                call(tier)
+        assert len(list(tier.entries())) in {0, 4}

@@ -16,7 +16,7 @@ from kvire.store.disk.tier import DiskTier
 
 
 def writers(folder: Path, capacity_bytes: int, count: int, blocks: int) -> list["subprocess.Popen[str]"]:
-    script = str(Path(__file__).with_name("disk/writer.py"))
+    script = str(Path(__file__).with_name("disk_writer.py"))
     return [
         subprocess.Popen(
             [sys.executable, script, str(folder), str(capacity_bytes), str(seed), str(blocks)],

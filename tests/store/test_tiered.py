@@ -62,14 +62,11 @@ def test_blocks_outlive_the_process(tmp_path):
 @pytest.mark.parametrize("from_the_back", [False, True])
 def test_blocks_are_read_in_the_order_asked_for(tmp_path, from_the_back):
     tier = BentTier()
-    with open_store(tmp_path, tier) as store:
+    with open_store(tmp_path, tier, readers=1) as store:  # several threads may overtake each other
         records = blocks(store, 20)
         save_all(store, records)
         load_all(store, records, from_the_back=from_the_back)
-        order = [record.id for record in (records[::-1] if from_the_back else records)]
-        assert sorted(tier.log) == sorted(order)
-        late = [abs(order.index(block_id) - place) for place, block_id in enumerate(tier.log)]
-        assert max(late) < LOCAL_THREADS, "threads that begin at once may overtake each other"
+        assert tier.log == [record.id for record in (records[::-1] if from_the_back else records)]
 
 
 def test_random_use_does_what_a_dict_does(tmp_path):

@@ -35,7 +35,7 @@ def json_pieces(value: Any) -> Iterator[str]:
         yield value
     elif isinstance(value, dict):
         for i, (name, inner) in enumerate(value.items()):
-            yield ("," if i else "{") + json_text(name) + ":"
+            yield ("," if i else "{") + _name(name) + ":"
             yield from json_pieces(inner)
         yield "}" if value else "{}"
     elif isinstance(value, list):
@@ -45,6 +45,11 @@ def json_pieces(value: Any) -> Iterator[str]:
         yield "]" if value else "[]"
     else:
         yield json_text(value)
+
+
+def _name(name: Any) -> str:
+    """A field's name as json_text writes it: numbers become text."""
+    return json_text({name: None})[1 : -len(":null}")]
 
 
 async def written(value: Any) -> str:

@@ -188,8 +188,7 @@ class SlotAllocator:
                 break
             if oldest.key == parent:
                 return OWN_PROMPT
-            self.run("DELETE FROM blocks WHERE slot = ?", oldest.slot)
-            self.evicted.add(oldest.reason, oldest.tenant)
+            self._evict(oldest)
             if (slot := self._unused(slot_bytes)) is not None:  # else its segment was removed
                 return self._take(slot, slot_bytes)
         while (segment := self._new_segment(slot_bytes, now)) is None:
@@ -245,6 +244,8 @@ class SlotAllocator:
         low, high = slots_of(segment.id)
         self._remove(segment)
         self.run("UPDATE segments SET state = ? WHERE id = ?", GONE, segment.id)
+        if self.run("SELECT 1 FROM segments WHERE id = ? AND state != ?", segment.id, GONE):
+            raise IndexDamagedError("a segment's state cannot be set")
         self.run("DELETE FROM free WHERE slot BETWEEN ? AND ?", low, high)
         self.run("DELETE FROM claims WHERE slot BETWEEN ? AND ?", low, high)
 
@@ -368,6 +369,12 @@ class SlotAllocator:
                 self.drop(segment)
                 return True
         return False
+
+    def _evict(self, victim: _Victim) -> None:
+        self.run("DELETE FROM blocks WHERE slot = ?", victim.slot)
+        if self.run("SELECT 1 FROM blocks WHERE slot = ?", victim.slot):
+            raise IndexDamagedError("an evicted block is still there")
+        self.evicted.add(victim.reason, victim.tenant)
 
     def _why_not(self, slot_bytes: int) -> str:
         if self.run("SELECT 1 FROM blocks WHERE slot_bytes = ? AND pinned LIMIT 1", slot_bytes):

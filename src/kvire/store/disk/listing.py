@@ -10,7 +10,7 @@ from kvire.core.record import BlockId
 from kvire.store.disk.access import DiskAccess
 from kvire.store.disk.allocator import Evicted, capacity_of
 from kvire.store.disk.folder import INDEX_FILES
-from kvire.store.disk.rows import GONE, MAKING
+from kvire.store.disk.rows import GONE, MAKING, ascending
 from kvire.store.disk.upkeep import reclaim
 from kvire.store.tier import Entry, TierStats
 
@@ -63,6 +63,8 @@ def entries(access: DiskAccess) -> Iterator[Entry]:
                 "FROM blocks WHERE slot > ? ORDER BY slot LIMIT ?",
                 after, AT_ONCE,
             )  # fmt: skip
+            if rows:
+                ascending([row[0] for row in rows], after)
         for slot, key, group, parent, root, tenant, place, size, created, used, expires, pinned in rows:
             after = slot
             block_id = BlockId(BlockKey(key), group)

@@ -6,6 +6,7 @@ Every column that a statement reads is listed here; a computed one is given a li
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from kvire.store.disk.segments import MOST_BYTES, MOST_SEGMENT, MOST_SLOTS
@@ -145,3 +146,13 @@ _COLUMNS: dict[str, Column] = {
     "log": _whole(-1, MOST_COUNT),
     "checkpointed": _whole(-1, MOST_COUNT),
 }
+
+
+def ascending(slots: Sequence[int], after: int) -> int:
+    """The last of the slots that an ordered query gave beyond `after`.
+
+    Raises IndexDamagedError if they are not in order: a loop over them might never end.
+    """
+    if any(later <= earlier for earlier, later in pairwise((after, *slots))):
+        raise IndexDamagedError("its rows are not in order")
+    return slots[-1]

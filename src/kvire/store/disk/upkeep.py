@@ -13,7 +13,7 @@ from kvire.store.disk.access import DiskAccess
 from kvire.store.disk.allocator import Evicted, Segment, SlotAllocator, spare_bytes
 from kvire.store.disk.folder import DiskFolder
 from kvire.store.disk.index import MOST_ASKED, Location
-from kvire.store.disk.rows import GONE, LAST_S, MAKING, READY, SCANNING, IndexDamagedError
+from kvire.store.disk.rows import GONE, LAST_S, MAKING, READY, SCANNING, IndexDamagedError, ascending
 from kvire.store.disk.segments import HEAD_BYTES, SLOT_BITS, SlotHeader, place_of, segment_of, slots_of
 from kvire.store.disk.writer import DiskWriter
 
@@ -215,7 +215,11 @@ class Upkeep:
             "SELECT b.slot FROM (SELECT DISTINCT slot_bytes FROM segments) s, tenants t, blocks b "
             "WHERE b.slot_bytes = s.slot_bytes AND b.tenant = t.tag AND b.pinned IN (0, 1) AND b.used > ? LIMIT ?"
         )
+        before: list[tuple[object, ...]] = []
         while slots := folder.index.query(late, future, folder.index.rows_at_once):
+            if slots == before:
+                raise IndexDamagedError("a block's time cannot be set")
+            before = slots
             with folder.index.transaction() as run:
                 for (slot,) in slots:
                     run(
@@ -307,6 +311,8 @@ def remove_rows(folder: DiskFolder, allocator: SlotAllocator, sql: str, values: 
             folder.segments.wipe(slot, slot_bytes, frame_bytes if reason == "forgotten" else 0)
         allocator.run("DELETE FROM blocks WHERE slot = ?", slot)
         allocator.evicted.add(reason, tenant)
+    if rows and allocator.run("SELECT 1 FROM blocks WHERE slot = ?", rows[0][0]):
+        raise IndexDamagedError("a removed block is still there")
     return len(rows)
 
 
@@ -321,7 +327,7 @@ def overwrite_free(folder: DiskFolder, at_once: int) -> None:
             for slot, slot_bytes in rows:
                 with suppress(FileNotFoundError):
                     folder.segments.wipe(slot, slot_bytes, slot_bytes - HEAD_BYTES)
-        after = rows[-1][0] if rows else None
+        after = ascending([slot for slot, _ in rows], after) if rows else None
 
 
 def vanished(folder: DiskFolder, allocator: SlotAllocator, block_id: BlockId, place: Location) -> None:
