@@ -7,9 +7,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 USE = "\n# Use it\n"
 
 
-def shown(name: str) -> str:
-    """The file that the page shows for a class, without the lines that try it out."""
+def shown(defined: str) -> str:
+    """The file that the page shows with this definition, without the lines that try it out."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    [block] = [block for block in blocks if f"class {name}" in block]
-    file, _, _ = block.partition(USE)
+    [block] = [block for block in blocks if defined in block]
+    file, use, _ = block.partition(USE)
+    assert use, "the page tries out what it shows"
     return file

@@ -18,7 +18,7 @@ PROMPT = words(1, 6 * BLOCK + 1)
 @pytest.fixture
 def tape():
     names = {}
-    exec(compile(shown("Tape"), "tape.py", "exec"), names)
+    exec(compile(shown("class Tape"), "tape.py", "exec"), names)
     return names["Tape"]()
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from server.serving import running, tiny_engine
 
 from kvire.server import json_text, limits, reply, schemas, service, tools
-from kvire.server.completions import CompletionReply
+from kvire.server.endpoints.completions import CompletionReply
 from kvire.server.errors import ApiError
 from kvire.server.json_text import JsonText, json_pieces
 from kvire.server.limits import MAX_JSON_CONTAINERS, READ_IN_PLACE_BYTES

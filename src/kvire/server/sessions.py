@@ -9,24 +9,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec, Self, TypeVar
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvire.core.errors import StoreError
 from kvire.models.chat import ChatPrompt
 from kvire.server.errors import ApiError
-from kvire.server.json_text import json_response
-from kvire.server.service import Service, service_of, tenant_of
+from kvire.server.service import Service
 from kvire.sessions.folder import SessionConflictError, Sessions
-from kvire.sessions.session_file import Session, SessionError, check_name
+from kvire.sessions.session_file import Session, SessionError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logging.getLogger("kvire.server")
-router = APIRouter()
 
 
 class SessionResponse(Response):
@@ -44,7 +40,7 @@ class SessionResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ApiError 409 before anything is sent if another request holds the session."""
         if self._held in self._in_use:
-            raise _in_use()
+            raise in_use()
         self._in_use.add(self._held)
         try:
             response = await self._answer()
@@ -70,8 +66,8 @@ class Turn:
     @classmethod
     async def begin(cls, service: Service, tenant: str, name: str, new: Sequence[Any]) -> Self:
         """The next turn of a session, which may be its first. Raises ApiError."""
-        sessions = _sessions_of(service)
-        session = await _stored(sessions.load, tenant, name)
+        sessions = sessions_of(service)
+        session = await off_the_loop(sessions.load, tenant, name)
         return cls(service, sessions, tenant, session or Session(name), new)
 
     async def encode(self, tools: list[dict[str, Any]], options: dict[str, bool]) -> tuple[int, ...]:
@@ -95,7 +91,7 @@ class Turn:
             token_ids=(*self._prompt.token_ids, *token_ids),
             model=self._model,
         )
-        self._session = await _stored(self._sessions.save, self._tenant, changed)
+        self._session = await off_the_loop(self._sessions.save, self._tenant, changed)
 
     def report(self) -> dict[str, Any]:
         """For the kvire object."""
@@ -110,45 +106,21 @@ class Turn:
         return self._service.client.engine.namespace.weights
 
 
-@router.get("/v1/sessions", response_model=None)
-async def list_sessions(request: Request) -> Response:
-    """Names of the caller's sessions."""
-    names = await _stored(_sessions_of(service_of(request)).names, tenant_of(request))
-    return json_response({"object": "list", "data": [{"id": name, "object": "session"} for name in names]})
-
-
-@router.delete("/v1/sessions/{name}", response_model=None)
-async def delete_session(request: Request, name: str) -> Response:
-    """Remove one of the caller's sessions.
-
-    Its blocks are evicted when their room is needed.
-    """
-    service, tenant = service_of(request), tenant_of(request)
-    sessions = _sessions_of(service)
-    try:
-        check_name(name)
-    except SessionError as error:
-        raise ApiError(400, str(error), param="name") from None
-    if (tenant, name) in service.sessions_in_use:
-        raise _in_use()
-    if not await _stored(sessions.delete, tenant, name):
-        raise ApiError(404, "there is no session of this name", param="name", code="session_not_found")
-    return json_response({"id": name, "object": "session", "deleted": True})
-
-
-def _sessions_of(service: Service) -> Sessions:
+def sessions_of(service: Service) -> Sessions:
+    """Where the server keeps chats. Raises ApiError 400 if it keeps none."""
     if service.sessions is None:
         message = "this server keeps no sessions: it was started without a store on its own disk (--store)"
         raise ApiError(400, message, param="session", code="no_store")
     return service.sessions
 
 
-def _in_use() -> ApiError:
+def in_use() -> ApiError:
+    """The answer to a request for a session that another one holds."""
     message = "another request is continuing this session; wait for its end"
     return ApiError(409, message, param="session", code="session_in_use")
 
 
-async def _stored(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def off_the_loop(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The result of a Sessions call, off the event loop; errors in the client's form."""
     try:
         return await asyncio.to_thread(call, *args, **kwargs)

@@ -14,14 +14,12 @@ from kvire.server.reply import Reply, ReplyChoice, merged_logprobs, whole_answer
 from kvire.server.schemas import ChatRequest, parse
 from kvire.server.service import Service, Sharing, service_of, tenant_of
 from kvire.server.sessions import SessionResponse, Turn
-from kvire.server.sessions import router as sessions_router
 from kvire.server.stream import EventStream
 from kvire.server.token_text import chat_logprobs
 from kvire.server.tool_formats import Parsed, ToolFormat
 from kvire.server.tools import ToolText, supports_tools, tool_format
 
 router = APIRouter()
-router.include_router(sessions_router)
 
 
 @router.post("/v1/chat/completions", response_model=None)
