@@ -131,6 +131,15 @@ class BlockPool:
         self._evicted: OrderedDict[BlockKey, None] = OrderedDict()  # evicted keys, newest last
 
     @property
+    def span_blocks(self) -> int | None:
+        """The most blocks that one position looks at; None for all before it."""
+        return None
+
+    def first_needed(self, position: int) -> int:  # noqa: ARG002  (a window makes the difference)
+        """Index of the first block that the token at `position`, or any later one, looks at."""
+        return 0
+
+    @property
     def num_free(self) -> int:
         """Blocks that `try_allocate` can hand out: blank or remembered."""
         return len(self._blank) + len(self._remembered)

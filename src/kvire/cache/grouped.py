@@ -54,7 +54,7 @@ class GroupedPool:
         ]
         # The group that remembers longest comes first: a window group holds no more prefixes than a
         # full one.
-        self._by_reach = sorted(self.pools, key=lambda pool: isinstance(pool, WindowPool))
+        self._by_reach = sorted(self.pools, key=lambda pool: pool.span_blocks is not None)
 
     @property
     def scarcest(self) -> BlockPool:
@@ -133,14 +133,13 @@ class GroupedPool:
     @property
     def has_windows(self) -> bool:
         """Whether some group holds only the blocks of a window."""
-        return any(isinstance(pool, WindowPool) for pool in self.pools)
+        return any(pool.span_blocks is not None for pool in self.pools)
 
     def first_needed(self, group: int, position: int) -> int:
         """Index of the first block of `group` that the token at `position`, or any later one, looks
         at.
         """
-        pool = self.pools[group]
-        return pool.first_needed(position) if isinstance(pool, WindowPool) else 0
+        return self.pools[group].first_needed(position)
 
     def try_extend(
         self,
@@ -165,7 +164,7 @@ class GroupedPool:
         for g, (pool, part) in enumerate(zip(self.pools, lease.leases, strict=True)):
             first = len(part) if loaded is None else max(len(part), self.first_needed(g, loaded))
             count = room = self._blocks(num_tokens) - first
-            if isinstance(pool, WindowPool):
+            if pool.span_blocks is not None:
                 count = self._blocks(now) - first
                 room = max(count, min(room, pool.span_blocks))
             if room > 0 and room + (spare[g] if spare else 0) > pool.num_free:
@@ -187,7 +186,7 @@ class GroupedPool:
         counts = []
         for pool, part in zip(self.pools, lease.leases, strict=True):
             count = 0
-            if isinstance(pool, WindowPool):
+            if pool.span_blocks is not None:
                 held = len(part) - pool.first_needed(num_computed)
                 count = min(self._blocks(num_tokens) - len(part), pool.span_blocks - held)
             counts.append(max(0, count) + 1)
@@ -196,14 +195,12 @@ class GroupedPool:
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """A sequence whose blocks have these keys is done (BlockPool.touch_chain)."""
         for pool in self.pools:
-            first = pool.first_needed(len(keys) * self.block_size) if isinstance(pool, WindowPool) else 0
-            pool.touch_chain(keys[first:])
+            pool.touch_chain(keys[pool.first_needed(len(keys) * self.block_size) :])
 
     def give_back(self, lease: GroupedLease, num_computed: int) -> None:
         """Release blocks that no token from position `num_computed` on looks at."""
         for pool, part in zip(self.pools, lease.leases, strict=True):
-            if isinstance(pool, WindowPool):
-                part.give_back(pool.first_needed(num_computed))
+            part.give_back(pool.first_needed(num_computed))
 
     def publish(
         self, lease: GroupedLease, index: int, key: BlockKey, parent: BlockKey, root: BlockKey, token_ids: Sequence[int]
@@ -218,7 +215,7 @@ class GroupedPool:
             if (block := part.blocks[index]) is not None:
                 found &= pool.publish(block, key, parent, root, token_ids)
             else:
-                assert isinstance(pool, WindowPool)
+                assert pool.span_blocks is not None
         return found
 
     def fork(self, lease: GroupedLease) -> GroupedLease:
