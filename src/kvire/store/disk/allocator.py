@@ -16,6 +16,7 @@ if those were not used since the oldest block of its own.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cached_property
 
 from kvire.core.keys import BlockKey
@@ -34,7 +35,6 @@ MOST_SEGMENTS = 4096  # one folder holds them all
 SEGMENT_BYTES = 64 * MIB
 PER_SEGMENT_BYTES = 16 * KIB  # metadata of a file system for a file's parts; counted by du
 COMPETITORS = 64  # tenants with the most bytes, of whom one has to give way
-OWN_PROMPT = "own prompt"  # no room: it could only come from the prompt that the block continues
 CHECK = "capacity_check"  # a setting from which the limit follows; older folders lack it
 CANDIDATES = 8  # segments unused longest, of which one may change its size
 
@@ -132,6 +132,12 @@ class SlotRef:
     slot_bytes: int
 
 
+class OwnPrompt(Enum):
+    """Why there is no slot: the next block to evict is one that the new block continues."""
+
+    NEXT = auto()
+
+
 @dataclass(frozen=True, slots=True)
 class _Victim:
     slot: int
@@ -169,13 +175,13 @@ class SlotAllocator:
 
     def claim(  # noqa: PLR0911  (each is another outcome)
         self, slot_bytes: int, tenant: bytes, now: float, parent: BlockKey
-    ) -> int | Segment | str:
+    ) -> int | Segment | OwnPrompt | str:
         """Claim a slot for the caller.
 
         Returns the slot, a segment whose file the caller must make before it asks again, or the
         reason for refusal.
 
-        parent: of the block to be written; it is not evicted for it, in any group (OWN_PROMPT).
+        parent: of the block to be written; it is not evicted for it, in any group (OwnPrompt).
         """
         if taken_bytes(self._capacity, slot_bytes, 1, 1) > self._capacity:
             return "full"
@@ -187,7 +193,7 @@ class SlotAllocator:
             if self._convert(slot_bytes, tenant, before=oldest.used):
                 break
             if oldest.key == parent:
-                return OWN_PROMPT
+                return OwnPrompt.NEXT
             self._evict(oldest)
             if (slot := self._unused(slot_bytes)) is not None:  # else its segment was removed
                 return self._take(slot, slot_bytes)

@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 
 from kvire.core.record import BlockId
-from kvire.store.disk.allocator import OWN_PROMPT, Evicted, Segment
+from kvire.store.disk.allocator import Evicted, OwnPrompt, Segment
 from kvire.store.disk.files import NO_SPACE
 from kvire.store.disk.folder import DiskFolder
 from kvire.store.disk.index import JournalFullError, Run
@@ -88,11 +88,11 @@ class DiskWriter:
                 claimed = allocator.claim(slot_bytes, head.tenant_tag, head.created, head.parent)
                 if limit is not None and isinstance(claimed, int):
                     allocator.run("UPDATE written SET bytes = bytes + ?", slot_bytes)
-            if claimed is OWN_PROMPT and not its_turn:
+            if isinstance(claimed, OwnPrompt) and not its_turn:
                 its_turn = True  # unless others are older, once that is noted
                 self._use_above(folder, head, NOTED_IN_ITS_TURN_S)
                 continue
-            if claimed is OWN_PROMPT:
+            if isinstance(claimed, OwnPrompt):
                 self._cut_off.add(head.key)
                 return "full"
             if not isinstance(claimed, Segment):
