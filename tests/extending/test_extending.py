@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from codec.samples import SEALED, UNSEALED, block, encoded, frames, read
+from extending.page import shown
 from harness.engines import SPEC, Answer, drive, engine_of, tiny_llama
 from replay.traces import random_trace
 from store.blocks import frame_of, records_of
@@ -28,40 +29,7 @@ from kvire.store.eviction import policy as policy_module
 from kvire.store.eviction.policy import policies
 from kvire.store.memory.tier import MemoryTier
 
-CODEC = """
-import zlib
-from dataclasses import dataclass
-from typing import ClassVar
-
-from kvire.core.errors import FrameDamaged
-
-
-@dataclass(frozen=True)
-class Deflated:
-    id: ClassVar[int] = 77
-    shortens: ClassVar[bool] = True
-
-    @classmethod
-    def for_tier(cls, kv_dtype, bytes_per_s):
-        return cls() if bytes_per_s < 1000 else None
-
-    def encode(self, kv):
-        payload = zlib.compress(kv)
-        return payload if len(payload) < len(kv) else None
-
-    @staticmethod
-    def decode(payload, out):
-        try:
-            plain = zlib.decompressobj().decompress(bytes(payload), len(out) + 1)
-        except zlib.error as error:
-            raise FrameDamaged("codec") from error
-        if len(plain) != len(out):
-            raise FrameDamaged("codec")
-        out[:] = plain
-
-
-CODEC = Deflated
-"""
+CODEC = shown("class Deflated")
 
 
 @pytest.fixture
@@ -116,19 +84,7 @@ def answer(dtype: str, *, prefix_cache: bool) -> Answer:
     return answers["second", 0]
 
 
-POLICY = '''
-class UsedAgain:
-    """What was used twice goes after all that was used once."""
-
-    name = "used-again"
-    about = "a toy"
-
-    def rank(self, uses, start_tokens, last):
-        return float(uses > 1)
-
-
-POLICY = UsedAgain
-'''
+POLICY = shown("class UsedAgain")
 
 
 @pytest.fixture
