@@ -1,4 +1,7 @@
-"""/v1/sessions: what there is of the caller's chats. They grow by /v1/chat/completions (server/sessions.py)."""
+"""/v1/sessions: the caller's chats, listed and removed.
+
+They grow by /v1/chat/completions (server/sessions.py).
+"""
 
 from fastapi import APIRouter
 from starlette.requests import Request
