@@ -95,7 +95,7 @@ def make(folder: Path) -> None:
 def settle(tier: DiskTier) -> None:
     """Do what upkeep has to do, and more than it would do in a minute."""
     tier._upkeep._next_sync = tier._upkeep._next_expiry = 0.0
-    for _ in range(200):
+    for _ in range(5000):  # a remade index may have large segments to look through
         if not tier._upkeep.round():
             return
     raise AssertionError("upkeep finds no end")

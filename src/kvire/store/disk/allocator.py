@@ -262,9 +262,13 @@ class SlotAllocator:
         for slot, tenant in rows:
             self.run("DELETE FROM blocks WHERE slot = ?", slot)
             self.evicted.add(reason, tenant)
+        if rows and self.run("SELECT 1 FROM blocks WHERE slot = ?", rows[0][0]):
+            raise IndexDamagedError("a removed block is still there")
         if len(rows) == most:
             return False
         self.run("DELETE FROM segments WHERE id = ?", segment)
+        if self.run("SELECT 1 FROM segments WHERE id = ?", segment):
+            raise IndexDamagedError("a removed segment is still there")
         return True
 
     def coldest(self, other_than: int | None, before: float) -> list[Segment]:

@@ -25,6 +25,7 @@ EXPIRED_AT_ONCE, EXPIRE_EVERY_S = 256, 0.5  # a clock that is put forward must n
 FROM_THE_FUTURE_S = 300.0  # clocks of processes differ by less
 SCANNED_AT_ONCE = 256  # slots
 MOST_TOUCHED = 1 << 17
+NEXT_TO_SCAN = "SELECT id, slot_bytes, slots, scanned, used FROM segments WHERE state = ? ORDER BY id LIMIT 1"
 
 
 class Touches:
@@ -151,13 +152,13 @@ class Upkeep:
 
     def _scan(self, folder: DiskFolder) -> bool:
         """Take in the blocks of a segment that the index did not know."""
-        rows = folder.index.query(
-            "SELECT id, slot_bytes, slots, scanned, used FROM segments WHERE state = ? ORDER BY id LIMIT 1", SCANNING
-        )
+        rows = folder.index.query(NEXT_TO_SCAN, SCANNING)
         for *fields, scanned, used in rows:
             segment = Segment(*fields)
             places = range(scanned, min(segment.slots, scanned + min(SCANNED_AT_ONCE, folder.index.rows_at_once)))
             try:
+                if folder.segments.slots(segment.id, segment.slot_bytes) != segment.slots:
+                    raise IndexDamagedError("its segments are not as large as it says")
                 slots = [segment.id << SLOT_BITS | place for place in places]
                 heads = [(slot, folder.segments.head(slot, segment.slot_bytes)) for slot in slots]
             except FileNotFoundError:
@@ -175,6 +176,8 @@ class Upkeep:
                     )
                     if not allocator.run("SELECT 1 FROM segments WHERE state = ? LIMIT 1", SCANNING):
                         allocator.run("DELETE FROM pins")
+                if allocator.run(NEXT_TO_SCAN, SCANNING) == rows:
+                    raise IndexDamagedError("a segment's state cannot be set")
         return bool(rows)
 
     def _shrink(self, folder: DiskFolder) -> bool:
@@ -289,6 +292,8 @@ def reclaim(allocator: SlotAllocator, owner: int) -> None:
     for slot, slot_bytes in allocator.run("SELECT slot, slot_bytes FROM claims WHERE owner = ?", owner):
         allocator.free(slot, slot_bytes, owner)
     rows = allocator.run("SELECT id, slot_bytes, slots FROM segments WHERE owner = ? AND state = ?", owner, MAKING)
+    if allocator.run("SELECT slot FROM claims WHERE owner = ? LIMIT 1", owner):
+        raise IndexDamagedError("a claim cannot be freed")
     for row in rows:
         segment = Segment(*row)
         if allocator.run("SELECT 1 FROM blocks WHERE slot BETWEEN ? AND ? LIMIT 1", *slots_of(segment.id)):
