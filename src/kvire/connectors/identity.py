@@ -1,9 +1,8 @@
-"""Which engine may read whose blocks: the namespace of a checkpoint's KV as another engine computes
-and lays it out.
+"""The namespace of a checkpoint's KV as another engine computes and lays it out.
 
 Blocks are raw bytes of the engine's own cache, so its name and version, its kernels and its layout
     are part of the
-namespace: an engine reads what the same engine wrote, and nothing else.
+namespace: an engine reads only blocks of the same engine.
 """
 
 import json
@@ -19,8 +18,9 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth")
 
 
 def files_with_weights(model: Path) -> tuple[Path, ...]:
-    """Every file with weights that an engine might read of a checkpoint, by name: `model` itself,
-    or those in it.
+    """Every weight file that an engine might read of a checkpoint, by name.
+
+    It is `model` itself, or the files in that folder.
 
     Raises ModelNotFoundError if there is none.
     """
@@ -47,8 +47,9 @@ def connector_namespace(
     shard: str = "",
     adapter: str = "",
 ) -> Namespace:
-    """The namespace of what `engine` computes from a checkpoint; its salt is the tenant's, and is
-    set later.
+    """The namespace of the KV that `engine` computes from a checkpoint.
+
+    Its salt is the tenant's, and is set later.
 
     model: the checkpoint's folder, or its weight files.
     config: the model config in force; values that JSON does not know count by their text.

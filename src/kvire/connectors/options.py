@@ -1,5 +1,6 @@
-"""A store as an engine's configuration asks for it, by the names that options have for `kvire
-serve`; and opened once where an engine makes several users of it in one process.
+"""A store from an engine's configuration, with the option names of `kvire serve`.
+
+It is opened once per process, also for several users.
 """
 
 import threading
@@ -35,10 +36,10 @@ def store_config(
 ) -> StoreConfig:
     """The store asked for; without `store`, `ram` and `remote` the folder that `kvire serve` uses.
 
-    where: the options stand, for messages.
-    also: others that may stand there, and their types.
+    where: place of the options, for messages.
+    also: other options allowed there, and their types.
 
-    Raises ConfigError that names the option that is unknown or wrong.
+    Raises ConfigError that names the unknown or wrong option.
     """
     kinds = {**STORE_OPTIONS, **also}
     for name, value in given.items():
@@ -85,7 +86,7 @@ class SharedStore:
     """
 
     def __init__(self, config: StoreConfig, *, kv_dtype: str, buffer_bytes: int, moves_kv: bool) -> None:
-        self._key = replace(config, disk_bytes=None)  # it is the folder's: the last one that gives it sets it for all
+        self._key = replace(config, disk_bytes=None)  # it is the folder's: the last user's value is set for all
         with _lock:
             if not moves_kv and self._key not in _open:
                 config, self._key = replace(config, ram_bytes=0), replace(self._key, ram_bytes=0)
@@ -101,7 +102,7 @@ class SharedStore:
         self._closed = False
 
     def close(self) -> None:
-        """This use is over. Idempotent."""
+        """End this use. Idempotent."""
         with _lock:
             if self._closed:
                 return

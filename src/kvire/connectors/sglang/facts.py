@@ -1,4 +1,4 @@
-"""Which KV this server computes: the namespace of its pages, from what SGLang says of itself."""
+"""The namespace of this server's pages, from SGLang's own settings."""
 
 import re
 from collections.abc import Mapping
@@ -15,9 +15,8 @@ from kvire.models.checkpoint import read_config
 from kvire.models.hub import find_in_hub, is_hub_id
 from kvire.models.refusal import IMAGE_FIELDS
 
-# Server arguments that can change KV, told by what their names speak of, so that new ones count
-# before anybody knows them. Where a model lies, and what it is called, does not matter: its files
-# are hashed.
+# Server arguments that can change KV, found by words in their names, so that new ones count at
+# once. A model's path and name do not matter: its files are hashed.
 TELLING = re.compile(
     "dtype|quant|attention|backend|moe|rope|speculative|torchao|override|context_length|load_format|model_impl|"
     "deterministic|compile|precision|sparse|indexer"
@@ -37,11 +36,11 @@ class SglangServer:
     model: Path
     config: Mapping[str, Any]
     numerics: str
-    shard: Mapping[str, str]  # of pools that hold the same on every tensor-parallel rank, and of the others
+    shard: Mapping[str, str]  # of pools with the same content on every tensor-parallel rank, and of the others
 
     @classmethod
     def of(cls, storage_config: Any) -> Self:
-        """Raises ConfigError or UnsupportedModelError for what pages cannot be told apart by."""
+        """Raises ConfigError or UnsupportedModelError for settings that pages cannot record."""
         if storage_config.dcp_size > 1:
             raise ConfigError("decode context parallelism is not supported: SGLang divides pages in a way of its own")
         arguments = _arguments()

@@ -1,6 +1,4 @@
-"""--hicache-storage-backend-extra-config: the store's options by the names that `kvire serve` gives
-them.
-"""
+"""--hicache-storage-backend-extra-config: the store's options, named as in `kvire serve`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,16 +13,16 @@ WHERE = "--hicache-storage-backend-extra-config"
 TENANT = "sglang"
 PREFILL = "prefill_tokens_per_s"
 
-# What SGLang itself reads there. The rest of it is taken out before a backend is made.
+# Options that SGLang itself reads there and leaves in for the backend.
 SGLANGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What was asked for.
+    """The parsed options.
 
     config: of the store.
-    tenant: whose the pages are; to clear SGLang's storage is to forget this tenant.
+    tenant: owner of the pages; clearing SGLang's storage forgets this tenant.
     prefill_tokens_per_s: how fast SGLang computes prompts; None: to be measured.
     """
 
@@ -34,7 +32,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Raises ConfigError that names the option that is unknown or wrong."""
+        """Raises ConfigError that names the unknown or wrong option."""
         asked = {name: value for name, value in given.items() if name not in SGLANGS}
         config = store_config(asked, WHERE, also={"tenant": (str,), PREFILL: (int, float)})
         speed = asked.get(PREFILL)

@@ -1,10 +1,10 @@
-"""One host pool's pages as blocks of the store, and which of them are worth a load.
+"""One host pool's pages as blocks of the store, and the choice of pages to load.
 
 SGLang names a page by a hash over its tokens and all before them, the request's salt and adapter
-among them; token ids it does not tell. So a page's block has, in place of token ids, eight words of
-a digest of that hash: a reader compares them as it compares tokens elsewhere. What was before a
-page is in its hash, too, but not known to be the same page at every call: each block stands alone,
-a first one.
+among them; it passes no token ids. So a page's block has, in place of token ids, eight words of a
+digest of that hash: a reader compares them as it compares tokens elsewhere. The hash covers earlier
+pages, too, but they are not known to be the same at every call: each block stands alone, as a first
+one.
 """
 
 import logging
@@ -29,8 +29,8 @@ from kvire.store.ticket import LoadState, Wanted
 from kvire.store.tiered import TieredStore
 
 STAGED_BYTES = 64 << 20  # of pages that are read at once, before they go to the pool
-READ_S = 20.0  # that one such load may take; remote tiers are given up sooner (load_timeout)
-ROOM_S = 10.0  # that a write waits for room in the buffer of what is being written
+READ_S = 20.0  # longest such load; remote tiers are given up sooner (load_timeout)
+ROOM_S = 10.0  # longest wait of a write for room in the write buffer
 
 log = logging.getLogger(__name__)
 
@@ -68,22 +68,21 @@ class PagePool:
         self._reuse = Reuse(store, namespace, [Part(self.page_bytes)], self.page_tokens, prefill=prefill)
 
     def held(self, keys: Sequence[str], timeout_s: float) -> list[bool]:
-        """Which pages are stored somewhere. Asks remote tiers for those that no local one has."""
+        """Whether each page is stored. Asks remote tiers for pages missing in local ones."""
         pages = self._pages(keys)
         found = self._reuse.ask(pages, self._reuse.look(pages, 0), timeout_s)
         return [found.whole(index) for index in range(len(keys))]
 
     def worth_loading(self, keys: Sequence[str], timeout_s: float) -> int:
-        """How many pages are to be loaded, of the first ones that are stored: all, or none if
-        computing is faster.
+        """How many of the first stored pages to load: all, or none if computing is faster.
 
-        SGLang acts on it at once. What is before the first page is not known, so computing is taken
-        to be as fast as at the beginning of a prompt.
+        SGLang acts on it at once. The first page's position is unknown, so computing is assumed to
+        be as fast as at the beginning of a prompt.
         """
         pages = self._pages(keys)
         found = self._reuse.look(pages, 0)
         choice = self._worth(self._reuse.hope(found))
-        if found.word is Word.OPEN:  # remote tiers are asked if what they may have would be worth a load
+        if found.word is Word.OPEN:  # remote tiers are asked if a load of their possible blocks would be worth it
             asks = choice.way is not Way.COMPUTE
             found = self._reuse.ask(pages, found, timeout_s) if asks else self._reuse.heard(pages, found, {})
         if not found.is_empty:
@@ -95,11 +94,11 @@ class PagePool:
     def read(self, keys: Sequence[str], slots: Sequence[int]) -> Moved:
         """Load pages into the pool, each at its slot (token index of its first token).
 
-        A page that is missing, damaged, or takes longer than computing all of them would, leaves
-        its slot as it was.
+        A page that is missing, damaged, or slower than computing all pages, leaves its slot as it
+        was.
 
-        Reads go to memory of our own first: the pool's may be another request's once this call has
-        ended, and a tier that answers late must not write there.
+        Reads first fill memory of our own: after this call the pool's slots may be another
+        request's, and a late tier must not write there.
         """
         begin, moved = perf_counter(), 0
         prefill = self._reuse.prefill
@@ -128,7 +127,7 @@ class PagePool:
         return Moved(ok, perf_counter() - begin, moved)
 
     def write(self, keys: Sequence[str], slots: Sequence[int]) -> Moved:
-        """Store pages of the pool. False for a page that found no room in time."""
+        """Store pages of the pool. False for a page without room in time."""
         return self.put(keys, [self._pool.get_data_page(slot, flat=True) for slot in slots])
 
     def put(self, keys: Sequence[str], tensors: Sequence[Tensor]) -> Moved:

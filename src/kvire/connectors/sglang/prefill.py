@@ -1,10 +1,8 @@
-"""How fast SGLang computes prompts, from what a storage sees of it: which pages it has not, and
-when they are written.
+"""How fast SGLang computes prompts, measured from missing pages and the times they are written.
 
-SGLang tells a storage nothing of its steps. Between the word that a page is missing and its writing
-lie a wait in SGLang's queue, the computing, and copies to the host and through the queue of writes.
-So what is measured is never less than computing took, and the quicker of many measurements come
-close to it.
+SGLang reports no steps to a storage. The time from a miss to the page's writing includes a wait in
+SGLang's queue, the computing, copies to the host, and the queue of writes. So a measurement is
+never shorter than computing, and the quicker of many come close to it.
 """
 
 import threading
@@ -14,22 +12,20 @@ from time import monotonic
 
 from kvire.plan.cost import LEAST_STEP_TOKENS, PrefillSpeed
 
-KEPT, LEAST_KEPT = 32, 8  # measurements that count; so many are needed before anything is said
-QUICKER = 4  # one in so many is quicker than what is said
-MOST_MISSED = 4096  # pages whose writing is waited for; older ones never came
+KEPT, LEAST_KEPT = 32, 8  # measurements kept; least number for an estimate
+QUICKER = 4  # one in so many is quicker than the estimate
+MOST_MISSED = 4096  # pages that wait for their writing; older ones are dropped
 
 
 class QuickPrefill(PrefillSpeed):
-    """Of measurements that may hold more than computing: the lower quartile of the last ones, per
-    token.
-    """
+    """The lower quartile of the last measurements per token, which may include other waits."""
 
     def __init__(self) -> None:
         super().__init__()
         self._token_s: deque[float] = deque(maxlen=KEPT)
 
     def measured(self, start: int, count: int, seconds: float) -> None:
-        """See PrefillSpeed; where in a prompt the tokens are is not known here."""
+        """See PrefillSpeed; the tokens' position in a prompt is unknown here."""
         del start
         self._token_s.append(seconds / count)
         if len(self._token_s) >= LEAST_KEPT:
@@ -40,7 +36,7 @@ class QuickPrefill(PrefillSpeed):
 class Misses:
     """Times the pages of KV that were missing. Thread-safe.
 
-    page_tokens: in one.
+    page_tokens: in one page.
     """
 
     def __init__(self, prefill: PrefillSpeed, page_tokens: int, clock: Callable[[], float] = monotonic) -> None:
@@ -48,10 +44,10 @@ class Misses:
         self._page_tokens = page_tokens
         self._clock = clock
         self._lock = threading.Lock()
-        self._told_s: OrderedDict[str, float] = OrderedDict()  # by the first missing page: when that was told
+        self._told_s: OrderedDict[str, float] = OrderedDict()  # by the first missing page: time of the miss
 
     def told(self, key: str) -> None:
-        """SGLang was told that this page, and all after it, are not to be had.
+        """SGLang was told that this page and all later ones are missing.
 
         The first time counts.
         """

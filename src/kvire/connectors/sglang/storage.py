@@ -1,6 +1,6 @@
-"""KvireStorage: what SGLang calls. It loads the class by name; see docs/sglang.md.
+"""KvireStorage: the interface that SGLang calls. It loads the class by name; see docs/sglang.md.
 
-No call raises for want of a page, nor returns None: either ends the threads of SGLang that call it.
+No call raises for a missing page, nor returns None: either would end SGLang's calling thread.
 """
 
 import logging
@@ -20,7 +20,7 @@ from kvire.core.errors import KvireError
 from kvire.plan.cost import PrefillSpeed
 from kvire.store.open import open_store
 
-CLOSE_S = 10.0  # that closing gives to pages which are still being written
+CLOSE_S = 10.0  # for pages still being written at close
 MOST_SAMPLES = 1000  # of calls, kept until SGLang asks for them
 NOT_GENERIC = 'KvireStorage is called through interface v1: add "interface_v1": 1 to its extra config'
 
@@ -59,7 +59,7 @@ class KvireStorage(HiCacheStorage):
             self._misses = Misses(self._prefill, mem_pool_host.page_size)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Another pool, whose pages go with those of KV."""
+        """Another pool, whose pages accompany the KV pages."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._register(host_pool, str(host_pool_name))
 
@@ -68,9 +68,7 @@ class KvireStorage(HiCacheStorage):
         return self._held(PoolName.KV, [key]) == [True]
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:  # noqa: ARG002 - SGLang's signature
-        """How many pages of KV are to be loaded: those stored from the first on without a hole, or
-        none of them where computing is faster.
-        """
+        """How many pages of KV to load: the leading stored ones, or none if computing is faster."""
         try:
             count = self._pools[str(PoolName.KV)].worth_loading(keys, self._options.config.load_timeout_s)
         except Exception:  # whatever it is, SGLang computes; an exception would cost it a thread
@@ -83,8 +81,8 @@ class KvireStorage(HiCacheStorage):
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
     ) -> Any:
-        """The longest prefix that can be restored: its KV, and of every other pool what that asks
-        for.
+        """The longest prefix that can be restored: its KV, and the needed pages of every other
+        pool.
         """
         kv_pages = self.batch_exists(keys, extra_info)
         pools: dict[Any, int] = {PoolName.KV: kv_pages} if kv_pages else {}
@@ -133,8 +131,9 @@ class KvireStorage(HiCacheStorage):
         }
 
     def clear(self) -> bool:
-        """Forget the tenant of SGLang's pages, its keys too: for every server that uses this store
-        as this tenant.
+        """Forget the tenant of SGLang's pages and its keys.
+
+        This affects every server that uses this store as this tenant.
         """
         try:
             self._store.forget(self._options.tenant)
@@ -158,11 +157,11 @@ class KvireStorage(HiCacheStorage):
         return metrics
 
     def close(self) -> None:
-        """Write what is on its way, and end all threads."""
+        """Finish pending writes, and end all threads."""
         self._store.flush(CLOSE_S)
         self._store.close()
 
-    # SGLang's older, generic path: options.py asks for interface_v1, with which nobody calls these.
+    # SGLang's older, generic path: with options.py's interface_v1 they are never called.
 
     def get(self, *_: Any, **__: Any) -> Any:
         """Refused."""
@@ -194,7 +193,7 @@ class KvireStorage(HiCacheStorage):
         call: Callable[[PagePool, Sequence[str], Sequence[int]], Moved],
         moved: list[tuple[int, float]],
     ) -> list[bool]:
-        """Each page's success."""
+        """Whether each page was moved."""
         try:
             pool = self._pools[str(name)]
             slots = [] if host_indices is None else host_indices.tolist()[:: pool.page_tokens]
@@ -217,7 +216,7 @@ def _leading(found: Sequence[bool]) -> int:
 
 
 def _restorable(held: Sequence[bool], transfer: Any) -> set[int]:
-    """Lengths of prefixes that a pool has all pages for that its policy asks for."""
+    """Lengths of prefixes for which a pool has all pages that its policy needs."""
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
         return set(range(1, _leading(held) + 1))
     if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:

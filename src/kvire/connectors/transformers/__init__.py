@@ -1,7 +1,7 @@
 """The store under transformers' own generate(). Read first: stored.py, then docs/transformers.md.
 
-Of a model in memory: arguments.py says what a call may ask for, identity.py and weights.py whose
-blocks it may read, blocks.py how its KV becomes blocks and back.
+For a model in memory, arguments.py checks a call, identity.py and weights.py name its blocks,
+blocks.py converts its KV to blocks and back.
 """
 
 from kvire.connectors.transformers.stored import StoredCache

@@ -1,4 +1,4 @@
-"""What a call of generate() may say for KV to depend on its token ids alone.
+"""The arguments of generate() with which KV depends on token ids alone.
 
 Everything else is refused by name.
 """
@@ -14,8 +14,8 @@ from transformers import GenerationConfig
 from kvire.connectors.transformers.blocks import CACHE
 from kvire.core.errors import RequestError
 
-# Of generate() itself. Fields of a GenerationConfig are allowed as well: all but those below only
-# choose tokens.
+# Of generate() itself. Fields of a GenerationConfig are allowed as well: except for those below
+# they only choose tokens.
 HARMLESS = frozenset({
     "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria",
     "prefix_allowed_tokens_fn", "streamer", "tokenizer", "synced_gpus",
@@ -55,7 +55,7 @@ class GenerateCall:
 def checked_call(model: Any, inputs: Tensor | None, arguments: Mapping[str, Any]) -> GenerateCall:
     """The prompt of a call.
 
-    Raises RequestError, with what to do, for what is not one sequence of plain tokens.
+    Raises RequestError, with advice, for anything but one sequence of plain tokens.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
     _refuse_other_inputs(given)
@@ -86,7 +86,7 @@ def _refuse_other_inputs(given: Mapping[str, Any]) -> None:
 
 
 def _refuse_other_ways(model: Any, given: Mapping[str, Any]) -> None:
-    """As generate() does it: what is given, else the config given, else the model's own."""
+    """As generate() does: the argument, else the given config, else the model's own."""
     sources = [given.get("generation_config"), model.generation_config]
     for name, plain in PLAIN.items():
         stated = (getattr(source, name, None) for source in sources if source is not None)

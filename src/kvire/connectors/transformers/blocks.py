@@ -24,8 +24,7 @@ CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_gener
 
 
 class WholeWindowLayer(DynamicSlidingWindowLayer):
-    """Computes as its parent does, and keeps all that was computed aside: blocks are saved from
-    there.
+    """Computes as its parent does, and keeps copies of all KV, from which blocks are saved.
 
     computed: (K, V) of each call, [1, head, token, width].
     """
@@ -42,7 +41,7 @@ class WholeWindowLayer(DynamicSlidingWindowLayer):
 
 
 def new_cache(config: Any) -> DynamicCache:
-    """What generate() would make for the model, with windows that keep what they drop."""
+    """The cache generate() would make, with window layers that keep dropped tokens."""
     made = DynamicCache(config=config)
     made.layers = [
         WholeWindowLayer(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else layer
@@ -55,16 +54,16 @@ def new_cache(config: Any) -> DynamicCache:
 class CacheLayout:
     """The shape of a model's blocks.
 
-    spec: groups, those that see everything first; dtype; block size in tokens.
+    spec: groups, full attention first; dtype; block size in tokens.
     """
 
     spec: KVSpec
 
     @classmethod
     def probe(cls, model: Any, block_size: int) -> "CacheLayout":
-        """The layout of what `model` really puts into its cache, found by computing one token.
+        """The layout of the model's real cache, found by computing one token.
 
-        Raises UnsupportedModelError, naming the layer, for what is not K and V by the token.
+        Raises UnsupportedModelError, naming the layer, for a cache other than K and V by token.
         """
         probed = new_cache(model.config)
         token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
@@ -108,7 +107,7 @@ class CacheLayout:
     def empty_cache(self, config: Any) -> DynamicCache:
         """A cache to fill.
 
-        Raises UnsupportedModelError if the model's windows are no longer those that were probed.
+        Raises UnsupportedModelError if the model's windows differ from the probed ones.
         """
         made = new_cache(config)
         for group in self.spec.groups:
@@ -125,8 +124,7 @@ class CacheLayout:
     def fill(self, filled: DynamicCache, slabs: list[Tensor], stop: int, device: torch.device) -> None:
         """Bring an empty cache into the state after `stop` blocks.
 
-        slabs: per group, [at least stop, block bytes] of uint8, of which the blocks from
-            `first_needed` on are read.
+        slabs: per group, [at least stop, block bytes] of uint8; read from block `first_needed` on.
         """
         tokens = stop * self.spec.block_size
         for number, group in enumerate(self.spec.groups):
@@ -142,8 +140,9 @@ class CacheLayout:
                 layer.keys, layer.values = keys, values
 
     def take(self, computed: DynamicCache, start: int, stop: int) -> list[Tensor]:
-        """Blocks from `start` to `stop` of a cache that was filled up to `start`: per group, uint8
-        of [stop - start, block bytes].
+        """Blocks from `start` to `stop` of a cache that was filled up to `start`.
+
+        Per group, uint8 of [stop - start, block bytes].
 
         Raises UnsupportedModelError if the cache is not of this layout.
         """

@@ -1,6 +1,4 @@
-"""What a call of generate() really computed: which tokens went into the cache, and how long the
-prompt took.
-"""
+"""The real work of a generate() call: the tokens in the cache, and the prompt's time."""
 
 import time
 from types import TracebackType
@@ -14,8 +12,9 @@ from kvire.core.errors import GenerationError
 
 
 class Computed:
-    """Watches a model's forward while it runs on `cache`, which holds the first `start` tokens of
-    the prompt.
+    """Watches a model's forward while it runs on `cache`.
+
+    The cache holds the first `start` tokens of the prompt.
     """
 
     def __init__(self, model: Any, cache: Any, prompt: list[int], start: int) -> None:
@@ -24,7 +23,7 @@ class Computed:
         self._prompt = prompt
         self._start = start
         self._fed: list[Tensor] = []  # [tokens] each
-        self._began: list[float] = []  # when each was; then, when all was over
+        self._began: list[float] = []  # start of each; then the end of all
         self._held = start  # tokens
 
     def __enter__(self) -> Self:
@@ -42,9 +41,7 @@ class Computed:
         return tokens[: self._cache.get_seq_length()][:limit]
 
     def prefill(self) -> tuple[int, int, float] | None:
-        """(first token, tokens, seconds) that were computed of the prompt; None if that cannot be
-        told.
-        """
+        """(first token, tokens, seconds) computed of the prompt; None if unknown."""
         done, count = 0, len(self._prompt) - self._start
         for ids, after in zip(self._fed, self._began[1:], strict=False):
             done += len(ids)
@@ -53,9 +50,7 @@ class Computed:
         return None
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises GenerationError rather than let anything but the prompt's next tokens be computed
-        on its KV.
-        """
+        """Raises GenerationError if anything but the prompt's next tokens would be computed."""
         if not any(value is self._cache for value in (*args, *kwargs.values())):
             return
         ids = kwargs.get("input_ids")

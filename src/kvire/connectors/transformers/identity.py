@@ -1,4 +1,4 @@
-"""Which KV a model in memory computes: what it must not have on, and the namespace of the rest."""
+"""The KV of a model in memory: refused alterations, and the namespace of all else."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,19 +17,22 @@ from kvire.models.precision import matmul_precision
 
 
 class ModelIdentity:
-    """A model as it is at every call; what was true when it was opened may have changed since."""
+    """A model as it is at every call; it may have changed since it was opened."""
 
     def __init__(self, model: Any) -> None:
         refuse(model)
         self._model = model
         self.limit_tokens = _limit_tokens(as_dict(model.config))
-        # LongRoPE leaves in these what the last forward chose of the two that the config holds;
-        # each chooses anew.
+        # LongRoPE leaves in these the last forward's choice of the two in the config; each forward
+        # chooses anew.
         self._weights = WeightsDigest(model, without=() if self.limit_tokens is None else ("inv_freq",))
         self._code = ModelCode(model, also=_of_cache(new_cache(model.config)))
 
     def namespace(self, layout: CacheLayout) -> Namespace:
-        """Of what the model would compute now; without a salt. Raises UnsupportedModelError."""
+        """Of the KV that the model would compute now; without a salt.
+
+        Raises UnsupportedModelError.
+        """
         refuse(self._model)
         config = self._model.config
         return namespace(
@@ -44,8 +47,8 @@ class ModelIdentity:
 
 
 def refuse(model: Any) -> None:
-    """Raise UnsupportedModelError for a model whose KV does not follow from weights, config and
-    token ids alone.
+    """Raise UnsupportedModelError if KV does not follow from weights, config and token
+    ids alone.
     """
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
@@ -67,7 +70,7 @@ def refuse(model: Any) -> None:
 
 
 def _alteration(module: Any) -> str | None:
-    """What makes a module compute something else than its class and its weights say."""
+    """The reason why a module computes otherwise than by its class and weights, if any."""
     if type(module).__module__.split(".")[0] == "peft":
         return "is an adapter of peft (merge_and_unload() it)"
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):  # noqa: SLF001 - no public way
@@ -75,7 +78,7 @@ def _alteration(module: Any) -> str | None:
             return "has a forward hook (remove it)"
     forward = vars(module).get("forward", None)
     own = getattr(forward, "__func__", None) is type(module).forward  # put there, and taken back
-    if forward is not None and not own and not hasattr(module, "_hf_hook"):  # accelerate moves tensors, and says so
+    if forward is not None and not own and not hasattr(module, "_hf_hook"):  # accelerate moves tensors, and marks it
         return "has a forward of its own (load the model anew)"
     return None
 
@@ -92,14 +95,14 @@ def _numerics(model: Any) -> str:
 
 
 def _of_cache(cache: Any) -> dict[type, tuple[str, ...]]:
-    """The methods through which K and V go on their way from a layer to its attention."""
+    """The methods through which K and V pass from a layer to its attention."""
     return dict.fromkeys((type(cache), *map(type, cache.layers)), ("update", "get_mask_sizes"))
 
 
 def _limit_tokens(config: Mapping[str, Any]) -> int | None:
-    """The longest sequence whose positions are turned as those of every shorter one; None: all are.
+    """The longest sequence with the same rotations as every shorter one; None: no limit.
 
-    Raises UnsupportedModelError where that depends on the sequences that came before.
+    Raises UnsupportedModelError if that depends on earlier sequences.
     """
     limits = []
     for name in ("rope_parameters", "rope_scaling"):

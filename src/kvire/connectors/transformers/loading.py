@@ -18,9 +18,9 @@ from kvire.store.reuse.planner import Reuse
 from kvire.store.reuse.reused import Reused
 from kvire.store.ticket import LoadState
 
-PATIENCE_S = 60.0  # with a load, before it is known how long computing takes; the loader itself gives up dead tiers
+PATIENCE_S = 60.0  # with a load while the speed of computing is unknown; the loader itself gives up dead tiers
 QUEUED_S = 2.0  # with blocks of the call before that are still being written
-EXPLAIN_S = 0.1  # what a report waits for the reason of a miss, after the answer was computed
+EXPLAIN_S = 0.1  # a report's wait for the reason of a miss, after the answer
 
 
 BlockPart = tuple[int, int]  # of a block: index, part
@@ -28,11 +28,11 @@ BlockPart = tuple[int, int]  # of a block: index, part
 
 @dataclass(slots=True)
 class Loaded:
-    """What a prompt's call begins with.
+    """The loaded beginning of a prompt.
 
-    stop: blocks of the prompt that are here.
+    stop: leading blocks of the prompt in `slabs`.
     slabs: by group, [blocks, block bytes].
-    reused: where they came from, and why there are no more.
+    reused: their sources, and why there are no more.
     """
 
     chain: Chain
@@ -56,9 +56,9 @@ def loadable(chain: Chain) -> int:
 
 
 def load_prefix(reuse: Reuse, chain: Chain, queued: AbstractSet[BlockKey]) -> Loaded:
-    """Load what is stored of a prompt, and wait for it, but no longer than computing it would take.
+    """Load a prompt's stored blocks, waiting no longer than computing would take.
 
-    queued: blocks that were saved lately, and may still be on their way.
+    queued: lately saved blocks that may still be in the write queue.
     """
     loaded, most = Loaded(chain), loadable(chain)
     found = reuse.look(chain, 0, most)
@@ -77,7 +77,7 @@ def load_prefix(reuse: Reuse, chain: Chain, queued: AbstractSet[BlockKey]) -> Lo
 
 
 def _fetch(reuse: Reuse, loaded: Loaded, found: Found, deadline: float) -> None:
-    """Load what was found, or fewer blocks as some turn out not to be there."""
+    """Load the found blocks, or fewer if some are missing."""
     chain, windows = loaded.chain, [part.window for part in reuse.parts]
     loaded.slabs = [
         torch.empty((found.stop, part.size_bytes), dtype=torch.uint8) for part in reuse.parts
@@ -103,8 +103,8 @@ def _try(
 ) -> None:  # fmt: skip
     """One load.
 
-    ready: gets what arrived in time, with its source;
-    gone: the rest, and why it is computed.
+    ready: receives the blocks that arrived in time, with their source. gone: receives the others,
+        with the reason.
     """
 
     def memory(index: int, part: int) -> memoryview:
@@ -112,7 +112,7 @@ def _try(
 
     ticket = reuse.load(loaded.chain, found, memory, Way.LOAD).ticket
     if not ticket.wait(max(0.0, deadline - monotonic())):
-        ticket.cancel()  # what is still being read goes to rows that nobody reads
+        ticket.cancel()  # late reads end in rows that are not used
     for number, (place, state) in enumerate(zip(found.needed, ticket.states(), strict=True)):
         kind, failure = ticket.source(number), ticket.failure(number)
         if state is LoadState.READY and kind is not None:
@@ -124,7 +124,7 @@ def _try(
 
 
 def _ask_why(reuse: Reuse, loaded: Loaded, most: int) -> None:
-    """Note why the hit ends where it does, and ask the store about it where that is not known."""
+    """Note why the hit ends where it does, and ask the store if it is unknown."""
     chain, reused = loaded.chain, loaded.reused
     if loaded.stop == most:
         reused.miss = Miss(MissReason.COMPLETE if most else MissReason.SHORTER_THAN_BLOCK)

@@ -1,5 +1,4 @@
-"""A model whose generate() loads the longest stored prefix of a prompt, and stores what it
-computes.
+"""A model whose generate() loads a prompt's longest stored prefix and stores new KV.
 
 with StoredCache.open(model, store="kv") as stored:
     out = stored.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=64)
@@ -29,8 +28,8 @@ from kvire.store.reuse.look import parts_of_groups
 from kvire.store.reuse.planner import Memory, Reuse
 from kvire.store.tiered import TieredStore
 
-CLOSE_S = 10.0  # that closing gives to blocks which are still being written
-SAVE_S = 10.0  # that a call waits for room in the buffer of what is being written
+CLOSE_S = 10.0  # for blocks still being written at close
+SAVE_S = 10.0  # longest wait of a call for room in the write buffer
 
 log = logging.getLogger(__name__)
 
@@ -86,12 +85,12 @@ class StoredCache:
         return cls(model, reuse, identity, layout, tenant=tenant, cache_salt=cache_salt, owns_store=opened is not store)
 
     def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
-        """What model.generate() returns for the same arguments, sooner.
+        """The same result as model.generate(), sooner.
 
         One prompt a call; input_ids: [1, tokens].
 
-        Raises RequestError for what a stored cache cannot follow (docs/transformers.md), and
-        UnsupportedModelError for a model that was changed into one.
+        Raises RequestError for unsupported arguments (docs/transformers.md), and
+        UnsupportedModelError for a model that was changed into an unsupported one.
         """
         prompt = arguments.checked_call(self.model, inputs, kwargs)
         limit = self._identity.limit_tokens
@@ -115,7 +114,7 @@ class StoredCache:
         return out
 
     def close(self) -> None:
-        """Write what is on its way, and close the store if it was opened here."""
+        """Finish pending writes, and close the store if it was opened here."""
         if self._owns_store:
             self.store.flush(CLOSE_S)
             self.store.close()
@@ -127,7 +126,7 @@ class StoredCache:
         self.close()
 
     def _chain(self, token_ids: list[int]) -> Chain:
-        """Names of a prompt's blocks: others, if the model was changed since the last call."""
+        """Names of a prompt's blocks; new ones if the model was changed since the last call."""
         reuse, namespace = self._reuse, self._identity.namespace(self._layout)
         if namespace != reuse.names.namespace:
             reuse = self._reuse = Reuse(self.store, namespace, reuse.parts, reuse.block_size, prefill=reuse.prefill)
@@ -136,7 +135,7 @@ class StoredCache:
         return chain
 
     def _save(self, used: Any, chain: Chain, start: int) -> None:
-        """Hand over the blocks from `start` on, and say that all were used."""
+        """Hand over the blocks from `start` on, and mark all as used."""
         stop = len(chain.extend())
         try:
             slabs = self._layout.take(used, start, stop) if stop > start else []

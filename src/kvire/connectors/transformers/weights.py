@@ -1,13 +1,9 @@
-"""Which weights a model in memory has, told by their content: files say what it was loaded from,
-not what it is now.
+"""The digest of a model's weights in memory; files may differ from them by now.
 
 A merged adapter, an optimiser step and an edit by hand all leave the files as they were, and many
-    leave no other trace
-either: `weight.data += delta` moves neither the tensor's address nor its version counter. So every
-    byte is looked at.
-The name is SHA-256, once per model; whether it still holds is asked before each use by a faster
-    checksum, which costs
-about what computing one token does: both read all the weights once.
+leave no other trace, `weight.data += delta` moves neither the tensor's address nor its version
+counter. So every byte is read. The name is SHA-256, once per model; a faster checksum confirms it
+before each use, at about the cost of computing one token: both read all the weights once.
 """
 
 import os
@@ -24,15 +20,15 @@ from kvire.core.errors import UnsupportedModelError
 from kvire.core.keys import field
 from kvire.models.loaded_state import plain_attributes
 
-CHUNK_BYTES = 64 << 20  # of a tensor elsewhere than in memory: what is copied, or computed on, at once
+CHUNK_BYTES = 64 << 20  # copied or computed on at once, of a tensor outside memory
 HASHING_THREADS = 8
-FACTORS = 1 << 22  # random numbers of a checksum: how many bytes are multiplied at once
+FACTORS = 1 << 22  # random numbers of a checksum: bytes multiplied at once
 
 
 class WeightsDigest:
     """Digest of a model's parameters and buffers, as they are now.
 
-    without: buffers whose name ends so do not count.
+    without: ends of names of buffers that do not count.
     """
 
     def __init__(self, model: nn.Module, *, without: tuple[str, ...] = ()) -> None:
@@ -44,9 +40,9 @@ class WeightsDigest:
     def current(self) -> str:
         """64 hexadecimal digits.
 
-        Hashes everything anew when the checksum says that something changed.
+        Hashes everything anew when the checksum differs.
 
-        Raises UnsupportedModelError for weights that are not at hand.
+        Raises UnsupportedModelError for weights that cannot be read.
         """
         named = list(self._tensors())
         with ThreadPoolExecutor(min(HASHING_THREADS, os.cpu_count() or 1)) as threads:
@@ -74,8 +70,9 @@ class WeightsDigest:
 
 
 def _structure(model: nn.Module, named: list[tuple[str, Tensor]]) -> bytes:
-    """Which module is where, with which numbers, and which tensor: the same weights in others are
-    another model.
+    """Text of every module's place, numbers and tensors.
+
+    The same weights in other modules are another model.
     """
     modules = (
         f"{name} {type(module).__module__}.{type(module).__qualname__}" for name, module in model.named_modules()
@@ -105,11 +102,12 @@ def _checksum(tensor: Tensor) -> bytes:
 
 
 def checksum_on_device(chunk: Tensor) -> bytes:
-    """16 bytes for up to CHUNK_BYTES of uint8, computed where they lie: two sums of bytes times odd
-    random numbers.
+    """16 bytes for up to CHUNK_BYTES of uint8, computed on their device.
+
+    They are two sums of bytes times odd random numbers.
 
     Arithmetic is modulo 2^64. A single change always changes both sums; two contents that differ in
-    more have the same sums with a chance of less than 2^-100, unless somebody chose them to.
+    more have the same sums with a chance of less than 2^-100, unless chosen on purpose.
     """
     sums = []
     for factors in _factors(chunk.device):
@@ -129,5 +127,5 @@ def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """The bytes of a tensor, as they lie if they lie together."""
+    """The bytes of a tensor, without a copy if contiguous."""
     return iter(torch.split(tensor.contiguous().reshape(-1).view(torch.uint8), CHUNK_BYTES))
