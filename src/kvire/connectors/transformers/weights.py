@@ -1,7 +1,7 @@
 """The digest of a model's weights in memory; files may differ from them by now.
 
 A merged adapter, an optimiser step and an edit by hand all leave the files as they were, and many
-leave no other trace, `weight.data += delta` moves neither the tensor's address nor its version
+leave no other trace: `weight.data += delta` moves neither the tensor's address nor its version
 counter. So every byte is read. The name is SHA-256, once per model; a faster checksum confirms it
 before each use, at about the cost of computing one token: both read all the weights once.
 """

@@ -2,10 +2,10 @@
 
 No patch, and no CUDA needed.
 
-Read first: connector.py, which only hands vLLM's calls to the two sides. scheduler.py decides what
-is loaded and kept (token ids and keys, no KV); worker.py moves KV; pages.py knows where vLLM keeps
-it. secondary.py puts the store behind vLLM's own CPU tier instead. Only connector.py, metrics.py,
-identity.py, secondary.py and secondary_tier.py import vLLM.
+Read first: connector.py, which only hands vLLM's calls to the two sides. scheduler.py chooses the
+blocks to load and keep (token ids and keys, no KV); worker.py moves KV; pages.py finds it in vLLM's
+cache. secondary.py puts the store behind vLLM's own CPU tier instead. Only connector.py,
+metrics.py, identity.py, secondary.py and secondary_tier.py import vLLM.
 """
 
 from importlib import import_module
@@ -15,7 +15,7 @@ __all__ = ["KvireConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    # vLLM is not installed where the rest of Kvire is used and tested.
+    # vLLM is optional: the rest of Kvire is used and tested without it.
     if name in __all__:
         try:
             return getattr(import_module("kvire.connectors.vllm.connector"), name)

@@ -1,5 +1,6 @@
-"""vLLM's KV connector interface, handed to the two sides. vLLM makes one object per side: scheduler
-and worker.
+"""vLLM's KV connector interface, handed to the two sides.
+
+vLLM makes one object per side: scheduler and worker.
 """
 
 from collections import Counter
@@ -68,8 +69,8 @@ class KvireFacts(KVConnectorHandshakeMetadata):
 class KvireConnector(KVConnectorBase_V1, SupportsHMA):
     """One side of the connector.
 
-    Raises ConfigError or UnsupportedModelError at start for what it cannot serve right; after that
-    nothing of the store ever fails a request.
+    Raises ConfigError or UnsupportedModelError at start for unsupported models and options; after
+    that no fault of the store fails a request.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -105,7 +106,7 @@ class KvireConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = WorkerSide(self._shared.store, pages, self._vllm_config.parallel_config.rank)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What the scheduler's side has to know before the first request."""
+        """Facts for the scheduler's side, before the first request."""
         return None if self._facts is None else KvireFacts(self._facts)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
@@ -114,21 +115,21 @@ class KvireConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.begin(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is computed on blocks that are being loaded."""
+        """No wait: vLLM computes nothing on blocks that are being loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Whole blocks are saved, when all layers are there."""
+        """No work here: whole blocks are saved after all layers."""
 
     def wait_for_save(self) -> None:
-        """Copy out what this step completed."""
+        """Copy out the blocks that this step completed."""
         if self._worker is not None:
             self._worker.save(self._plan().saves)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that ended.
 
-        A request for which something was missing is looked up anew, up to where it was missing:
-        told of blocks instead, vLLM would go on to report them as cached.
+        A request with a missing block is looked up anew, up to that block: if vLLM were told of
+        blocks instead, it would continue to report them as cached.
         """
         results = KVConnectorTransferResults()
         if self._worker is not None:
@@ -136,7 +137,7 @@ class KvireConnector(KVConnectorBase_V1, SupportsHMA):
         return results
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What the scheduler's side has to know of this step."""
+        """The outcome of this step, for the scheduler's side."""
         outcome = self._worker.take_outcome() if self._worker is not None else None
         return None if outcome is None else KvireOutcome(outcome)
 
@@ -166,16 +167,16 @@ class KvireConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """What can be loaded; always beside vLLM's steps, never in one."""
+        """The tokens that can be loaded, always beside vLLM's steps."""
         tokens = self._side.match(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note where it goes: vLLM has blocks for it."""
+        """Note the blocks that vLLM allocated for a load."""
         self._side.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """Where they come from."""
+        """The tiers of the matched tokens."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415 - vLLM 0.31 has none, nor asks
 
         if num_external_tokens == 0:
@@ -195,7 +196,7 @@ class KvireConnector(KVConnectorBase_V1, SupportsHMA):
         self._side.stepped(meta.outcome if isinstance(meta, KvireOutcome) else None)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
-        """Let vLLM have the blocks back at once: what is saved was copied."""
+        """Give the blocks back to vLLM at once: saved ones were copied."""
         self._side.finished(request)
         return False, None
 
@@ -209,13 +210,13 @@ class KvireConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Blocks that the store has, and has no more, as far as this engine knows."""
+        """Blocks that the store gained or lost, as far as this engine knows."""
         return [self._event(event) for event in self._side.announcer.take()]
 
     def reset_cache(self) -> bool:
-        """Nothing stored so far is found again by this process.
+        """Hide all blocks stored so far from this process.
 
-        Other processes, and the next start, still find it.
+        Other processes, and the next start, still find them.
         """
         self._side.reset()
         return True
@@ -232,7 +233,7 @@ class KvireConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        """Stats from what one process sent to another."""
+        """Stats from another process's message."""
         return KvireStats(data or {})
 
     @classmethod
@@ -247,7 +248,7 @@ class KvireConnector(KVConnectorBase_V1, SupportsHMA):
         return KvireMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """End loads, write what is queued, close the store."""
+        """End loads, write queued blocks, close the store."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:

@@ -1,10 +1,11 @@
-"""What vLLM's subscribers (routers, for one) are told: which blocks this engine could load, by
-vLLM's own hashes.
+"""KV events: the blocks that this engine could load, by vLLM's own hashes.
 
-As vLLM does for its own cache, each group's share of a block is told by itself: where a window has
+They are for vLLM's subscribers, such as routers.
+
+As vLLM does for its own cache, each group's share of a block has its own event: where a window has
 moved on, the store has a block of some groups only. Other processes write and evict blocks, too,
-and nobody tells. So a share is announced when it was handed to the store or found there, and taken
-back when a lookup or a load finds it gone.
+without notice. So a share is announced when it was handed to the store or found there, and
+withdrawn when a lookup or a load misses it.
 """
 
 from collections import OrderedDict
@@ -19,7 +20,7 @@ MOST_ANNOUNCED = 1 << 17
 
 
 class Event(NamedTuple):
-    """A group's share of a block came (with its parent's hash, tokens and salt) or went.
+    """A group's share of a block was added (with its parent's hash, tokens and salt) or removed.
 
     hash, parent: vLLM's.
     """
@@ -33,7 +34,7 @@ class Event(NamedTuple):
 
 
 class Announcer:
-    """Remembers what was announced of `groups` groups. Off, it does nothing."""
+    """Remembers the announced shares of `groups` groups. Off, it does nothing."""
 
     def __init__(self, groups: int, *, on: bool) -> None:
         self._groups = range(groups)
@@ -43,9 +44,7 @@ class Announcer:
         self._offered: OrderedDict[BlockKey, list[Event]] = OrderedDict()  # handed to the workers
 
     def found(self, tracked: Tracked, rows: Sequence[Row]) -> None:
-        """A lookup: the tier that has each part of each block of a request, group by group, worker
-        by worker.
-        """
+        """A lookup: the tier with each part of each block, group by group, worker by worker."""
         if self._on:
             for index, row in enumerate(rows):
                 key = tracked.chain.keys[index]
@@ -56,31 +55,31 @@ class Announcer:
                         self._announce(key, _came(tracked, index, group))
 
     def offered(self, tracked: Tracked, index: int, groups: Sequence[int]) -> None:
-        """Block `index` is being handed to the store, by these groups."""
+        """These groups' shares of block `index` are being handed to the store."""
         if self._on:
             self._offered[tracked.chain.keys[index]] = [_came(tracked, index, group) for group in groups]
             while len(self._offered) > MOST_ANNOUNCED:
                 self._offered.popitem(last=False)
 
     def saved(self, keys: Sequence[BlockKey]) -> None:
-        """The store took all that was handed over of them."""
+        """The store took all handed-over shares of them."""
         for key in keys:
             for event in self._offered.pop(key, ()):
                 if (key, event.group) not in self._announced:
                     self._announce(key, event)
 
     def gone(self, key: BlockKey) -> None:
-        """A block is not there (any more)."""
+        """A block is not in the store (any more)."""
         for group in self._groups:
             self._gone(key, group)
 
     def take(self) -> list[Event]:
-        """Since the last call, in order."""
+        """Events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def clear(self) -> None:
-        """Nothing that was announced is to be had."""
+        """Withdraw everything announced."""
         for key, group in list(self._announced):
             self._gone(key, group)
         self._offered.clear()

@@ -1,5 +1,6 @@
-"""Bringing blocks into memory of ours, for both ways into vLLM: given up at any moment, whatever a
-tier does.
+"""Loads blocks into memory of our own, for both ways into vLLM.
+
+A load can be given up at any moment, in any state of a tier.
 """
 
 import threading
@@ -15,9 +16,9 @@ from kvire.core.record import BlockRecord
 from kvire.store.ticket import LoadState, Ticket, Wanted
 from kvire.store.tiered import TieredStore
 
-PIECE_BYTES = 64 << 20  # of a load that are in memory of ours at once; at least one block
-STALLED_S = 5.0  # a load in which nothing moved for so long is given up
-TIERS_EVERY_S = 1.0  # their counters are looked at
+PIECE_BYTES = 64 << 20  # of a load, in our own memory at once; at least one block
+STALLED_S = 5.0  # a load without progress for so long is given up
+TIERS_EVERY_S = 1.0  # interval of reading their counters
 
 
 class Fetched(NamedTuple):
@@ -47,11 +48,11 @@ class Fetcher:
     def count(self, what: str, label: str, amount: float) -> None:
         """Add to a counter of metrics.py."""
         with self._lock:
-            self._counts[what, label] += amount  # type: ignore[assignment]  # seconds are no whole numbers
+            self._counts[what, label] += amount  # type: ignore[assignment]  # seconds are fractions
 
     def take_counts(self) -> Counter[tuple[str, str]]:
-        """(what, label) counted since the last call; now and then with what tiers say of
-        themselves.
+        """(counter, label) counted since the last call; now and then with the tiers'
+        own counters.
         """
         with self._lock:
             counts, self._counts = self._counts, Counter()
@@ -70,7 +71,7 @@ class Fetcher:
         The rows are the caller's until it fetches again in the same thread.
 
         given_up: ends the load, as does `deadline` (monotonic).
-        in_order: no block is of use without those before it.
+        in_order: a block is useless without all earlier ones.
         """
         rows = self._rows(len(records), records[0].kv_bytes)
         ticket = self._store.load([Wanted(record, row.data) for record, row in zip(records, rows, strict=True)])
@@ -80,13 +81,13 @@ class Fetcher:
             first = arrived.index(False)
             arrived[first:] = [False] * (len(arrived) - first)
         if not ticket.finished or ticket.active:
-            self._memory.rows = None  # somebody may still write there
+            self._memory.rows = None  # a late read may still write there
         self._note(ticket, arrived, in_order=in_order)
         return Fetched(rows, arrived, is_over)
 
     def _rows(self, count: int, row_bytes: int) -> Rows:
-        """Memory of this thread's own, kept for the next piece: fresh memory costs more than what
-        is copied into it.
+        """Memory of this thread's own, kept for the next piece: new memory costs more than the
+        copy.
         """
         memory: Rows | None = getattr(self._memory, "rows", None)
         if memory is None or memory.size < count * row_bytes:
@@ -114,10 +115,9 @@ class Fetcher:
 
 
 def follow(ticket: Ticket, given_up: threading.Event, deadline: float, *, in_order: bool) -> bool:
-    """Wait until a load is finished (True), or is given up, or late, or nothing moved in it for
-    STALLED_S (False).
+    """Wait for a load: True if it finished, False if given up, late or stalled for STALLED_S.
 
-    in_order: what comes after a block that cannot be had is not waited for.
+    in_order: do not wait for blocks after a missing one.
     """
     moved_at = monotonic()
     while not ticket.finished:

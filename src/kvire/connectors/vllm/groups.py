@@ -1,4 +1,4 @@
-"""What vLLM keeps per token, group by group, and whether this connector knows it to be right."""
+"""vLLM's cache per token, group by group, and the check that this connector supports it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ class Group:
 def read_groups(kv_cache_config: Any) -> tuple[tuple[Group, ...], int]:
     """The groups as vLLM has them, and the tokens in a block.
 
-    Raises UnsupportedModelError if one may not be right.
+    Raises UnsupportedModelError for an unsupported one.
     """
     sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
     if len(sizes) != 1:

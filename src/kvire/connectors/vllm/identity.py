@@ -1,6 +1,4 @@
-"""The namespace of what this vLLM computes, and what of vLLM's options cannot be kept
-apart by one.
-"""
+"""The namespace of this vLLM's KV, and the options that no namespace can record."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,17 +18,17 @@ from kvire.core.keys import Namespace
 from kvire.core.spec import group_text
 from kvire.models.precision import matmul_precision
 
-# vLLM 0.30 loads what a connector has also for a request that wants the log probabilities of its
-# prompt, and answers with numbers that nobody computed; later ones compute such prompts whole.
+# vLLM 0.30 loads a connector's blocks also for a request for log probabilities of its prompt, and
+# answers with numbers that were never computed; later ones compute such prompts whole.
 OLDEST = (0, 31)
-# Formats that read the weights as they lie in the model's folder.
+# Formats that read the weights as stored in the model's folder.
 LOAD_FORMATS = {"auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes"}
-# Rotary embeddings that are the same however long the context may become.
+# Rotary embeddings that are the same for any length of context.
 STEADY_ROPES = {None, "default", "linear", "llama3", "yarn", "proportional", "mrope"}
 
 
 def check_options(vllm_config: Any) -> None:
-    """Refuse what this connector cannot serve right.
+    """Refuse options that this connector does not support.
 
     Raises ConfigError or UnsupportedModelError.
     """
@@ -60,7 +58,7 @@ def check_options(vllm_config: Any) -> None:
 
 
 def check_version(version: str) -> None:
-    """Refuse a release before OLDEST; a build from source may call itself anything.
+    """Refuse a release before OLDEST; a build from source may have any version.
 
     Raises ConfigError.
     """
@@ -72,9 +70,9 @@ def check_version(version: str) -> None:
 
 
 def facts_of(vllm_config: Any, groups: Sequence[Group], layers: Mapping[str, Any], row_bytes: Sequence[int]) -> Facts:
-    """What a worker says of its cache.
+    """A worker's facts about its cache.
 
-    layers: vLLM's cache tensors by name;
+    layers: vLLM's cache tensors by name.
     row_bytes: of a block, by group.
     """
     context = vllm_config.compilation_config.static_forward_context
@@ -83,7 +81,7 @@ def facts_of(vllm_config: Any, groups: Sequence[Group], layers: Mapping[str, Any
         shapes = []
         for name in group.layers:
             tensor, layer = layers[name], context[name]
-            # how a CPU kernel packs the inside of a page depends on the instructions there are
+            # how a CPU kernel packs the inside of a page depends on the CPU's instructions
             kernels.add(f"{layer.get_attn_backend().get_name()}/{getattr(layer, 'isa', '')}".rstrip("/"))
             dtypes.add(f"{tensor.dtype}".removeprefix("torch."))
             devices.add(tensor.device.type)
@@ -133,7 +131,9 @@ def namespace_of(vllm_config: Any, facts: Sequence[Facts], block_size: int) -> N
 
 
 def _software(model: Any) -> str:
-    """Versions of all that computes; of some architectures vLLM runs transformers' own code."""
+    """Versions of all computing software; of some architectures vLLM runs transformers'
+    own code.
+    """
     text = f"vllm {vllm.__version__} torch {torch.__version__}"
     if model.using_transformers_backend():
         text += f" transformers {metadata.version('transformers')}"
@@ -171,7 +171,7 @@ def checkpoint(vllm_config: Any) -> Path:
                 local_files_only=True,
             )
         )
-    except Exception as error:  # its errors vary with its version; each means that the files are not here
+    except Exception as error:  # its errors vary with its version; each means that the files are missing here
         raise UnsupportedModelError(
             f"Kvire finds no weight files of {model.model} on this machine, so it cannot tell which model KV belongs "
             "to: download the model, and start vLLM with the folder's path"

@@ -1,6 +1,4 @@
-"""What the two sides of the connector tell each other; plain values, because vLLM pickles them
-between processes.
-"""
+"""Messages between the two sides; plain values, because vLLM pickles them between processes."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,8 +23,7 @@ class Move(NamedTuple):
 class LoadOrder:
     """Blocks to bring for a request that waits for them, group by group, in order of the prompt.
 
-    patience_s: what computing them would take, and so the longest that a load under way is waited
-        for.
+    patience_s: time of computing them, and so the longest wait for a load.
     """
 
     request_id: str
@@ -40,7 +37,7 @@ class StepPlan:
 
     used: keys of blocks whose requests ended, in order.
     idle: no token is computed in this step.
-    step: its number, if the time that it takes says how fast prompts are computed.
+    step: its number, if its duration measures the speed of prompts.
     """
 
     loads: list[LoadOrder] = field(default_factory=list)
@@ -56,9 +53,9 @@ class Outcome:
 
     failed: index of the first block that could not be loaded, by request.
     late: requests whose loads took longer than computing.
-    saved: blocks that the store took whole.
-    speeds: of tiers that were read, as measured there.
-    step: the last one that was begun of those that have a number.
+    saved: blocks that the store took completely.
+    speeds: of the tiers that were read.
+    step: the last started step with a number.
     """
 
     failed: dict[str, int] = field(default_factory=dict)
@@ -69,11 +66,13 @@ class Outcome:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it says nothing."""
+        """Whether there is nothing to report."""
         return not (self.failed or self.saved or self.speeds) and self.step is None
 
     def merge(self, other: "Outcome") -> "Outcome":
-        """Of several workers: what one has not, none has; a load takes as long as its slowest."""
+        """The outcome of several workers: a block missing in one is missing; the slowest load
+        counts.
+        """
         theirs = set(other.saved)
         self.saved = [key for key in self.saved if key in theirs]
         self.late |= other.late
@@ -88,7 +87,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a worker's cache is like, told once at start.
+    """A worker's cache, reported once at start.
 
     numerics: kernels.
     spec: layout, as text.

@@ -1,4 +1,4 @@
-"""What the connector counts, in vLLM's own metrics: the /metrics page and the periodic log line."""
+"""The connector's counters in vLLM's metrics: the /metrics page and the periodic log line."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ class KvireStats(KVConnectorStats):
 
     @classmethod
     def of(cls, counts: Counter[tuple[str, str]]) -> "KvireStats | None":
-        """None for nothing, which vLLM need not send on."""
+        """The stats; None without counts, which vLLM need not send on."""
         data: dict[str, dict[str, float]] = {}
         for (name, label), amount in counts.items():
             if amount:

@@ -1,5 +1,6 @@
-"""vLLM's cache of one group as whole blocks: gather the pages of all its layers into one row of
-bytes, and back.
+"""vLLM's cache of one group as whole blocks.
+
+The pages of all its layers are gathered into one row of bytes, and scattered back.
 
 vLLM shows each layer as a tensor [blocks, heads, tokens, content], of any strides. A row is all
 layers' pages one after the other, in the group's order, each as the bytes of a contiguous [heads,
@@ -21,7 +22,7 @@ Rows = npt.NDArray[np.uint8]  # [blocks, row_bytes]
 def open_pages(layers: Sequence[Any], num_blocks: int) -> "HostPages | DevicePages":
     """Pages of a group, given vLLM's tensors in order.
 
-    Raises UnsupportedModelError for what is no attention cache.
+    Raises UnsupportedModelError for anything but an attention cache.
     """
     import torch  # noqa: PLC0415 - vLLM has it by now; who only reads this module needs none
 
@@ -38,7 +39,7 @@ def open_pages(layers: Sequence[Any], num_blocks: int) -> "HostPages | DevicePag
 
 
 class HostPages:
-    """Of a cache in main memory.
+    """Pages of a cache in main memory.
 
     Any thread may use it: NumPy copies with one thread, and starts no pool of its own.
     """
@@ -66,7 +67,7 @@ class HostPages:
 
 
 class DevicePages:
-    """Of a cache on an accelerator: pages are collected there, and cross in one copy.
+    """Pages of a cache on an accelerator, collected there and moved in one copy.
 
     Both calls wait for it.
     """
@@ -77,7 +78,7 @@ class DevicePages:
         self.row_bytes = sum(self._sizes)
 
     def gather(self, block_ids: Sequence[int], rows: Rows) -> None:
-        """Copy blocks into rows, after everything that was queued on the current stream."""
+        """Copy blocks into rows, after all earlier work on the current stream."""
         import torch  # noqa: PLC0415 - as above
 
         ids = torch.tensor(block_ids, device=self._views[0].device)
@@ -85,7 +86,7 @@ class DevicePages:
         torch.from_numpy(rows).copy_(torch.cat(pages, 1))
 
     def scatter(self, block_ids: Sequence[int], rows: Rows) -> None:
-        """Copy rows into blocks; they are there when this returns."""
+        """Copy rows into blocks; complete when this returns."""
         import torch  # noqa: PLC0415 - as above
 
         device = self._views[0].device
@@ -94,4 +95,4 @@ class DevicePages:
         for view, size in zip(self._views, self._sizes, strict=True):
             view.index_copy_(0, ids, here[:, start : start + size].reshape(-1, *view.shape[1:]))
             start += size
-        ids.cpu()  # a copy back waits for all that was queued before it
+        ids.cpu()  # a copy back waits for all earlier work

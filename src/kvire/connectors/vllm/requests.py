@@ -1,6 +1,4 @@
-"""What the scheduler's side knows of one request: the names of its blocks, and what
-became of them.
-"""
+"""The scheduler's side of one request: the names of its blocks, and their state."""
 
 from typing import Any
 
@@ -10,10 +8,9 @@ from kvire.store.reuse.look import Found
 
 
 def exclusion(request: Any) -> str | None:
-    """Why nothing is kept or looked up for a vLLM request, in a word for counters; None if it can
-    be.
+    """A counter's label for a vLLM request that the store excludes, or None.
 
-    A block's name is made of token ids. KV that depends on more than those has no name of its own.
+    A block's name is made of token ids; KV that depends on more has no name.
     """
     if request.mm_features:
         return "multimodal"
@@ -31,13 +28,12 @@ class Tracked:
 
     chain: its full blocks, as far as tokens are known.
     done: leading blocks that need no save any more.
-    found: what the store had when it was looked up last.
-    choice: what was decided about that, or about asking remote tiers; None if there was nothing to
-        decide.
+    found: result of the last lookup.
+    choice: decision about that, or about asking remote tiers; None without a decision.
     told: whether its lookup was counted.
-    loading: a load of what was found was asked for.
-    barred: no block from there on is loaded, because that failed; None if it did not.
-    failures: how often it did.
+    loading: whether a load was asked for.
+    barred: first block that is not loaded, since a load of it failed; None without failures.
+    failures: number of failed loads.
     """
 
     def __init__(self, request: Any, identity: Identity, block_size: int) -> None:
@@ -52,5 +48,5 @@ class Tracked:
         self.failures = 0
 
     def is_stored(self, index: int) -> bool:
-        """Whether the store had block `index` whole when it was looked up."""
+        """Whether the store had all of block `index` at the last lookup."""
         return self.found is not None and index < len(self.found.rows) and self.found.whole(index)

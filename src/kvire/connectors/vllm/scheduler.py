@@ -1,10 +1,10 @@
-"""The scheduler's side: what of a prompt can be loaded, and which blocks are to be kept.
+"""The scheduler's side: the blocks to load for a prompt, and the blocks to keep.
 
 Token ids and keys only.
 
 Runs in vLLM's scheduler between two steps. Nothing here touches KV, and nothing waits for a tier:
-local tiers answer from their index, remote ones are asked beside (store/reuse/probe.py) while the
-request is asked about again.
+local tiers answer from their index, remote ones are asked in the background (store/reuse/probe.py)
+while vLLM repeats its question.
 """
 
 import logging
@@ -30,10 +30,10 @@ from kvire.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
 
-OFFERED_S = 5.0  # a block handed to the store is not handed over again for so long: it is on its way
+OFFERED_S = 5.0  # a block handed to the store is not handed over again for so long: it is being written
 MOST_OFFERED = 1 << 16
-MOST_FAILURES = 2  # loads of one request that may fail; then it is computed
-MOST_ASKED = 256  # misses that the store is asked about at once; older ones are not counted
+MOST_FAILURES = 2  # failed loads after which a request is computed
+MOST_ASKED = 256  # misses explained by the store at once; older ones are not counted
 NULL_BLOCK = 0  # vLLM's id for "no block here", where a window has moved on
 
 
@@ -41,10 +41,10 @@ class SchedulerSide:
     """Bookkeeping for one engine.
 
     namespace: without salt.
-    workers: that each keep their share of a block;
-    facts: what one of them says of its cache.
-    probe_s: how long remote tiers have to say what they hold.
-    tells: of blocks that come and go, for KV events.
+    workers: their number; each keeps its share of a block.
+    facts: of one worker's cache.
+    probe_s: time for a remote tier's answer to a lookup.
+    tells: whether added and removed blocks are announced as KV events.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SchedulerSide:
         *, namespace: Namespace, facts: Facts, workers: int = 1, probe_s: float = 0.5, tells: bool = False,
     ) -> None:  # fmt: skip
         self.announcer = Announcer(len(groups), on=tells)
-        self._counts: Counter[tuple[str, str]] = Counter()  # (what, label) since the last report
+        self._counts: Counter[tuple[str, str]] = Counter()  # (counter, label) since the last report
         self._shares = tuple(Part(size, group.window) for group, size in zip(groups, facts.block_bytes, strict=True))
         self._reuse = Reuse(store, namespace, self._shares * workers, block_size)
         self._block_size = block_size
@@ -67,10 +67,9 @@ class SchedulerSide:
         self._offered: OrderedDict[BlockKey, float] = OrderedDict()
 
     def match(self, request: Any, num_computed_tokens: int) -> int | None:
-        """Tokens that can be loaded after the first `num_computed_tokens`, which the device has;
-        None: ask again.
+        """Loadable tokens after the device's first `num_computed_tokens`; None: ask again.
 
-        Changes nothing that a second call could notice. At least one token is left to compute.
+        It changes nothing that a second call could notice. At least one token is left to compute.
         """
         tracked = self._track(request)
         if tracked is None:
@@ -93,8 +92,8 @@ class SchedulerSide:
         return 0 if tracked.choice.way is Way.COMPUTE else self._tokens(found)
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
-        """The request has blocks now, and vLLM wants `num_external_tokens` of what was matched
-        loaded into them.
+        """The request has blocks now, into which `num_external_tokens` matched tokens are to be
+        loaded.
         """
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
@@ -118,7 +117,7 @@ class SchedulerSide:
         self._loads.append(LoadOrder(request.request_id, moves, choice.compute_s))
 
     def sources(self, request: Any) -> dict[TierKind, int]:
-        """Tokens of what was matched by the kind of tier that has them."""
+        """Matched tokens by the kind of their tier."""
         tracked = self._tracked.get(request.request_id)
         kinds: Counter[TierKind] = Counter()
         for name, tokens in ({} if tracked is None else self._tokens_by_tier(tracked)).items():
@@ -126,7 +125,7 @@ class SchedulerSide:
         return kinds
 
     def plan(self, scheduler_output: Any) -> StepPlan:
-        """What the workers have to do in this step.
+        """The workers' tasks in this step.
 
         Reads vLLM's SchedulerOutput, changes nothing in it.
         """
@@ -137,7 +136,7 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            if tracked.loading:  # it is scheduled, so the load is over, and went well
+            if tracked.loading:  # it is scheduled, so the load is over and succeeded
                 tracked.loading = False
                 for tier, tokens in self._tokens_by_tier(tracked).items():
                     self._counts["matched_tokens", tier] += tokens
@@ -168,7 +167,7 @@ class SchedulerSide:
                 self.announcer.gone(tracked.chain.keys[index])
 
     def finished(self, request: Any) -> None:
-        """The request is over; its blocks may be gone after this call."""
+        """The request is over; vLLM may reuse its blocks after this call."""
         self._excluded.discard(request.request_id)
         if self._probe is not None:
             self._probe.forget(request.request_id)
@@ -177,16 +176,14 @@ class SchedulerSide:
             self._used += tracked.chain.keys[: tracked.done]
 
     def reset(self) -> None:
-        """From now on nothing that was stored before is found: the model may have other weights
-        now.
-        """
+        """Hide all blocks stored before: the model may have other weights now."""
         self._reuse.names.reset()
         self._tracked.clear()
         self._offered.clear()
         self.announcer.clear()
 
     def take_counts(self) -> Counter[tuple[str, str]]:
-        """(what, label) counted since the last call."""
+        """(counter, label) counted since the last call."""
         counts, self._counts = self._counts, Counter()
         for _ in range(len(self._missed)):
             answer = self._missed.popleft()
@@ -197,7 +194,7 @@ class SchedulerSide:
         return counts
 
     def close(self) -> None:
-        """End what runs beside."""
+        """End background work."""
         if self._probe is not None:
             self._probe.close()
 
@@ -216,13 +213,13 @@ class SchedulerSide:
         return tracked
 
     def _look(self, tracked: Tracked, first: int, limit: int) -> Found | None:
-        """What tiers hold of all named blocks; None if they cannot be asked.
+        """The tiers' result for all named blocks; None if they cannot be asked.
 
-        Remote ones are asked if what they may have would be worth a load; the choice says so.
+        Remote tiers are asked if a load of their possible blocks would be worth it (the choice).
         """
         try:
             found = self._reuse.look(tracked.chain, first, limit, start=0)
-        except Exception:  # whatever it is: it must not come up in vLLM's scheduler, which would end the engine
+        except Exception:  # any error: in vLLM's scheduler it would end the engine
             log.exception("looking for stored blocks failed")
             return None
         if self._probe is None or found.word is Word.SURE:
@@ -247,11 +244,11 @@ class SchedulerSide:
             self._missed.append(answer)
 
     def _tokens(self, found: Found) -> int:
-        """That a load of it brings."""
+        """Tokens that a load of it brings."""
         return (found.stop - found.first) * self._block_size
 
     def _tokens_by_tier(self, tracked: Tracked) -> dict[str, int]:
-        """Of what was matched, by the tiers' names."""
+        """Matched tokens by the tiers' names."""
         if tracked.found is None or tracked.choice is None or tracked.choice.way is Way.COMPUTE:
             return {}
         return {name: count * self._block_size for name, count in tracked.found.blocks_by_tier().items()}
@@ -262,13 +259,13 @@ class SchedulerSide:
     def _full_blocks(self, tracked: Tracked, stop_tokens: int) -> int:
         """Blocks that are complete after a step that computes up to `stop_tokens`.
 
-        What is beyond the request's tokens does not count: drafts, whose KV is overwritten if they
-        are rejected, and tokens that vLLM has not seen itself when it schedules ahead.
+        Tokens past the request's own do not count: drafts, whose KV is overwritten if they are
+        rejected, and tokens unknown to vLLM when it schedules ahead.
         """
         return min(stop_tokens, int(tracked.request.num_tokens)) // self._block_size
 
     def _to_save(self, tracked: Tracked, full: int, block_ids: Sequence[Sequence[int]]) -> list[Move]:
-        """Blocks up to `full` that the store has not, and was not offered lately."""
+        """Blocks up to `full` that the store lacks, and was not offered lately."""
         keys = tracked.chain.extend()
         now = monotonic()
         moves = []

@@ -1,12 +1,11 @@
-"""The store behind vLLM's own CPU tier: a connector and a secondary tier that vLLM loads by name
-(docs/vllm.md).
+"""The store behind vLLM's own CPU tier: a connector and a tier, loaded by name (docs/vllm.md).
 
 vLLM moves KV between the GPU and its CPU tier; KvireTier brings blocks of the CPU tier into the
-store, and back. Of a block vLLM tells a tier a hash, and of the model a name. Neither says which
-weights and which kernels the KV is of, so there is a connector, too: vLLM's own one, which also
-shows the tier the requests' token ids, what the workers say of their caches, and how fast vLLM
-computes prompts. secondary_tier.py is the tier, secondary_requests.py names and judges blocks,
-secondary_transfers.py has the threads.
+store, and back. A tier gets only a block's hash and the model's name from vLLM. Neither identifies
+weights and kernels, so there is a connector, too: vLLM's own one, which also gives the tier the
+requests' token ids, the workers' facts about their caches, and the speed of prompts.
+secondary_tier.py is the tier, secondary_requests.py names and judges blocks, secondary_transfers.py
+has the threads.
 """
 
 from collections.abc import Mapping
@@ -34,9 +33,7 @@ __all__ = ["KvireOffloadingConnector", "KvireTier"]
 
 
 class KvireStep(KVConnectorWorkerMetadata):
-    """What a worker tells the scheduler's side after a step: what vLLM's own connector does, and
-    the step's number.
-    """
+    """A worker's message after a step: that of vLLM's own connector, and the step's number."""
 
     def __init__(self, told: KVConnectorWorkerMetadata | None, step: int) -> None:
         self.told = told
@@ -51,10 +48,11 @@ class KvireStep(KVConnectorWorkerMetadata):
 
 
 class KvireOffloadingConnector(OffloadingConnector):
-    """vLLM's offloading connector for a TieringOffloadingSpec with a KvireTier among its
-    secondary_tiers.
+    """vLLM's offloading connector, for a TieringOffloadingSpec with a KvireTier.
 
-    Raises ConfigError or UnsupportedModelError at start for what the tier cannot serve right.
+    The tier is one of its secondary_tiers.
+
+    Raises ConfigError or UnsupportedModelError at start for unsupported models and options.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -67,7 +65,7 @@ class KvireOffloadingConnector(OffloadingConnector):
         self._prefill = PrefillSpeed()
         self._steps = Steps(self._prefill)
         self._requests: dict[str, Any] = {}  # vLLM's own, by id
-        self._step: int | None = None  # that this worker is at
+        self._step: int | None = None  # the worker's current one
         if self.connector_scheduler is None:
             return
         self._tiers = [
@@ -82,14 +80,14 @@ class KvireOffloadingConnector(OffloadingConnector):
             raise
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """A worker's cache: note what it is like."""
+        """Note the facts of a worker's cache."""
         super().register_kv_caches(kv_caches)
         blocks = self._kv_cache_config.num_blocks
         sizes = [sum(kv_caches[name].nbytes for name in group.layers) // blocks for group in self._groups]
         self._facts = facts_of(self._vllm_config, self._groups, kv_caches, sizes)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What the scheduler's side has to know before the first request."""
+        """Facts for the scheduler's side, before the first request."""
         return None if self._facts is None else KvireFacts(self._facts)
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -112,14 +110,14 @@ class KvireOffloadingConnector(OffloadingConnector):
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """As vLLM's; the tiers are told first where the lookups begin."""
+        """As vLLM's; first, the tiers learn where the lookups begin."""
         for tier in self._tiers:
             tier.begins(request.request_id, num_computed_tokens)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return found
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """As vLLM's, with the number of a step that says how fast prompts are computed."""
+        """As vLLM's, with the number of a step that measures the speed of prompts."""
         meta = super().build_connector_meta(scheduler_output)
         counts = scheduler_output.num_scheduled_tokens
         starts = {name: self._requests[name].num_computed_tokens for name in counts if name in self._requests}
@@ -167,7 +165,7 @@ class KvireOffloadingConnector(OffloadingConnector):
             )
         spec = self._tiers[0]._offloading_spec  # noqa: SLF001 - vLLM's name for it
         if spec.blocks_per_chunk > 1 and any(group.window is not None for group in self._groups):
-            # vLLM asks only for the last block of a chunk whether it is still there
+            # vLLM asks only for the last block of a chunk whether it is still in the tier
             raise UnsupportedModelError(
                 "KvireTier cannot keep chunks of several blocks for a model with sliding windows: leave block_size and "
                 "blocks_per_chunk out of kv_connector_extra_config"
@@ -184,7 +182,7 @@ def check_one_machine(parallel: Any) -> None:
 
 
 def introduced(vllm_config: Any) -> Any:
-    """A copy of vLLM's config whose KvireTiers are told that this connector makes them."""
+    """A copy of vLLM's config that introduces this connector to its KvireTiers."""
     config = copy(vllm_config)
     config.kv_transfer_config = transfer = copy(vllm_config.kv_transfer_config)
     transfer.kv_connector_extra_config = extra = deepcopy(transfer.kv_connector_extra_config)

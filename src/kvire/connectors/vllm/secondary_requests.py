@@ -1,9 +1,8 @@
-"""What the tier knows of vLLM's requests: the names of their blocks, and which of them are worth a
-load.
+"""The tier's view of vLLM's requests: the names of their blocks, and the choice to load.
 
 vLLM names a block for its CPU tier by a hash of its own, which depends on an algorithm, a seed and
-a process. That hash only says here which block of which request is meant; the name in the store is
-made of the request's token ids.
+a process. Here it only identifies a block of a request; the name in the store is made of the
+request's token ids.
 """
 
 import logging
@@ -25,19 +24,19 @@ from kvire.store.reuse.probe import Probe
 log = logging.getLogger(__name__)
 
 GROUP_BYTES = 4  # at the end of vLLM's OffloadKey, big-endian
-ANSWER_S = 0.25  # what the tiers said of a request's blocks is believed for so long
+ANSWER_S = 0.25  # validity of the tiers' answer about a request's blocks
 
 
 @dataclass(slots=True)
 class Known:
     """One request.
 
-    first: the first block that vLLM has neither on the device nor in its CPU tier, as far as it
-        said.
-    found: what tiers hold from there on, and looked_s: when they said so.
-    hoped: whether to ask remote tiers; None while there was no need. Decided once.
-    choice: whether to load what was found; None while nothing was. Decided once.
-    failed: blocks that could not be loaded, so that they are not asked for again.
+    first: the first block that is neither on the device nor in vLLM's CPU tier, as far as known.
+    found: the tiers' answer from there on.
+    looked_s: time of that answer.
+    hoped: whether to ask remote tiers, decided once; None before.
+    choice: whether to load the found blocks, decided once; None before.
+    failed: blocks whose load failed, which are not asked for again.
     """
 
     chain: Chain
@@ -60,10 +59,10 @@ class Requests:
         self._reuse = reuse
         self._probe = probe
         self._known: dict[str, Known] = {}
-        self.counts: Counter[tuple[str, str]] = Counter()  # (what, label) since it was last emptied
+        self.counts: Counter[tuple[str, str]] = Counter()  # (counter, label) since it was last emptied
 
     def meet(self, request: Any) -> None:
-        """A new request of vLLM's; what depends on more than its token ids is not kept."""
+        """A new request of vLLM's; one whose KV depends on more than token ids is not kept."""
         identity = self._reuse.name(cache_salt=request.cache_salt or "")
         reason = exclusion(request) or (None if identity.kept else "no_keys")
         if reason is not None:
@@ -72,14 +71,12 @@ class Requests:
         self._known[request.request_id] = Known(Chain(identity, request.all_token_ids, self._reuse.block_size))
 
     def begins(self, request_id: str, device_tokens: int) -> None:
-        """Blocks of a request are about to be looked for, after those that the device has."""
+        """A request's blocks are about to be looked up, after the device's own."""
         if (known := self._known.get(request_id)) is not None:
             known.first = device_tokens // self._reuse.block_size
 
     def record(self, key: bytes, context: Any) -> BlockRecord | None:
-        """The block that vLLM means by a key and the request it asks for; None if it is none of
-        ours.
-        """
+        """The block of a key of vLLM's and its request; None if it is not ours."""
         known = self._known.get(context.req_id)
         end: int | None = context.get_offload_key_position(key)
         size = self._reuse.block_size
@@ -92,9 +89,7 @@ class Requests:
         return known.chain.record(index, group, self._reuse.parts[group].size_bytes)
 
     def has(self, record: BlockRecord, request_id: str) -> bool | None:
-        """Whether a block of a request is to be loaded, as far as is known; None: ask
-        again later.
-        """
+        """Whether a block of a request is to be loaded; None: ask again later."""
         known = self._known[request_id]
         if record.id in known.failed:
             return False
@@ -108,14 +103,12 @@ class Requests:
         return found.tier(record.index, record.id.group) is not None and self._is_worth_it(known, found)
 
     def patience_s(self, request_id: str) -> float:
-        """The longest that a load for the request is waited for."""
+        """The longest wait for a load of the request."""
         known = self._known.get(request_id)
         return inf if known is None or known.choice is None else known.choice.compute_s
 
     def failed(self, request_id: str, ids: Sequence[BlockId]) -> None:
-        """Blocks could not be loaded for a request: for this one they are not there, so that it
-        goes on without.
-        """
+        """Loads failed: the request treats these blocks as missing and continues."""
         known = self._known.get(request_id)
         if known is not None:
             known.failed.update(ids)
@@ -131,21 +124,24 @@ class Requests:
             self._reuse.finished(known.chain, len(known.chain.keys), keep=False)
 
     def reset(self) -> None:
-        """From now on nothing that was stored before is found, and nothing kept of requests that
-        began before: the model may have other weights now.
+        """Hide all blocks stored before, and keep none of the earlier requests'.
+
+        The model may have other weights now.
         """
         for request_id in list(self._known):
             self.finished(request_id)
         self._reuse.names.reset()
 
     def _look(self, known: Known, request_id: str) -> Found | None:
-        """What tiers hold of a request's blocks, lately or now; None if they cannot be asked."""
+        """The tiers' answer about a request's blocks, recent or new; None if they
+        cannot be asked.
+        """
         blocks, now = len(known.chain.keys), monotonic()
         found = known.found
         if found is None or blocks > len(found.rows) or known.looked_s < now - ANSWER_S:
             try:
                 found = self._reuse.look(known.chain, known.first, start=0)
-            except Exception:  # whatever it is: it must not come up in vLLM's scheduler, which would end the engine
+            except Exception:  # any error: in vLLM's scheduler it would end the engine
                 log.exception("looking for stored blocks failed")
                 return None
             known.found, known.looked_s = found, now
@@ -156,7 +152,7 @@ class Requests:
         return found
 
     def _ask(self, known: Known, request_id: str, found: Found, probe: Probe) -> Found:
-        """Remote tiers too, if what they may have would be worth a load."""
+        """Ask remote tiers, too, if a load of their possible blocks would be worth it."""
         if known.hoped is None:
             known.hoped = self._reuse.worth(self._reuse.hope(found), can_meet=False)
         if known.hoped.way is Way.COMPUTE:
@@ -164,9 +160,7 @@ class Requests:
         return probe.ask(request_id, known.chain, found)
 
     def _is_worth_it(self, known: Known, found: Found) -> bool:
-        """Whether to load what is stored of a request; decided when some of it is found, and then
-        it stays so.
-        """
+        """Whether to load a request's stored blocks; decided once, when some are found."""
         if found.is_empty:
             return True
         if known.choice is None:

@@ -1,4 +1,4 @@
-"""The store as a secondary tier of vLLM's: what vLLM's manager of tiers calls.
+"""The store as a secondary tier of vLLM's, as vLLM's tier manager calls it.
 
 vLLM's scheduler thread makes every call, and none waits but `drain_jobs` and `shutdown`.
 """
@@ -46,8 +46,8 @@ class KvireTier(SecondaryTierManager):
 
     options: as in docs/vllm.md; raises ConfigError for wrong ones.
 
-    It is of use from `begin` on. After that nothing of the store fails a request: what is missing,
-    damaged, slow or gone is a miss.
+    It works from `begin` on. After that no fault of the store fails a request: missing, damaged,
+    slow and evicted blocks are misses.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -77,7 +77,7 @@ class KvireTier(SecondaryTierManager):
     def begin(self, namespace: Namespace, *, groups: Sequence[Group], prefill: PrefillSpeed, buffer_bytes: int) -> None:
         """Open the store. Raises StoreError or ConfigError.
 
-        namespace: of what the workers keep.
+        namespace: of the workers' KV.
         groups: vLLM's.
         prefill: as the connector measures it.
         buffer_bytes: for blocks on their way into the store.
@@ -102,7 +102,7 @@ class KvireTier(SecondaryTierManager):
         self._requests.meet(request)
 
     def begins(self, request_id: str, device_tokens: int) -> None:
-        """Blocks of a request are about to be looked for, after those that the device has."""
+        """A request's blocks are about to be looked up, after the device's own."""
         self._requests.begins(request_id, device_tokens)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
@@ -130,18 +130,18 @@ class KvireTier(SecondaryTierManager):
         self._transfers.load(self._job(job_metadata))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Jobs that ended. A block that did not arrive is a miss for its request from then on."""
+        """Jobs that ended. A block that did not arrive becomes a miss for its request."""
         return [self._result(job) for job in self._transfers.finished()]
 
     def drain_jobs(self) -> None:
-        """Wait for all jobs. vLLM does this when it is told to reset its caches; nothing that was
-        stored before is found any more.
+        """Wait for all jobs. vLLM calls it when its caches are reset; blocks stored before are no
+        longer found.
         """
         self._transfers.drain()
         self._requests.reset()
 
     def shutdown(self) -> None:
-        """Close the store; nobody touches a row afterwards. Idempotent."""
+        """Close the store; no row is touched afterwards. Idempotent."""
         self._primary.close()
         if self._store is not None:
             self._transfers.close()
@@ -161,7 +161,7 @@ class KvireTier(SecondaryTierManager):
         }
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """What was counted since the last call."""
+        """Counts since the last call."""
         counts = self._transfers.take_counts() + self._requests.counts
         self._requests.counts.clear()
         stats = OffloadingConnectorStats()
@@ -171,7 +171,7 @@ class KvireTier(SecondaryTierManager):
         return stats
 
     def _job(self, given: TransferJob) -> Job:
-        """Of a job's blocks those that the store may have or get."""
+        """The blocks of a job that the store may have or get."""
         keys, moves = [], []
         for key, row in zip(given.keys, given.chunk_ids, strict=True):
             record = self._requests.record(key, given.req_context)

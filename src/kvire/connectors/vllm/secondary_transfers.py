@@ -1,9 +1,8 @@
-"""Jobs that bring blocks from rows of vLLM's CPU tier into the store, and back, beside vLLM's
-scheduler.
+"""Background jobs that move blocks between rows of vLLM's CPU tier and the store.
 
-vLLM gives a row to nobody else until it was told that the job is over, so every copy to or from a
-row happens before that. A load arrives in memory of ours first: so it can be given up, whatever a
-disk or a server does, and a row holds either a whole verified block or what it held before.
+vLLM reuses a row only after the end of its job, so every copy to or from a row happens before that.
+A load arrives in our own memory first: it can be given up in any state of a disk or server, and a
+row holds either a whole verified block or its old content.
 """
 
 import logging
@@ -30,16 +29,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SAVE_THREADS, LOAD_THREADS = 1, 2
-JOIN_S = 5.0  # that close waits for threads that are in the middle of something
+JOIN_S = 5.0  # close's wait for busy threads
 
 
 @dataclass(slots=True, eq=False)
 class Job:
     """Blocks that move one way, between the store and rows of vLLM's CPU tier.
 
-    patience_s: the longest that a load is waited for.
-    done: which of them did move, by number.
-    seconds: that a thread was at it.
+    patience_s: the longest wait for a load.
+    done: whether each block moved, by number.
+    seconds: of a thread's work.
     """
 
     number: int
@@ -53,8 +52,9 @@ class Job:
 
 
 class Primary:
-    """vLLM's CPU tier, [chunks, row_bytes], until vLLM takes it away; it cannot while anybody
-    refers to it.
+    """vLLM's CPU tier, [chunks, row_bytes], until vLLM removes it.
+
+    vLLM cannot do so while a reference is held.
     """
 
     def __init__(self, view: memoryview) -> None:
@@ -64,8 +64,8 @@ class Primary:
         self._users = 0
 
     def use(self, copy: Callable[[Rows], T]) -> T | None:
-        """Call `copy` with the rows, which it may not keep; None, and no call, once
-        they are gone.
+        """Call `copy` with the rows, which it may not keep; None, and no call, after
+        their removal.
         """
         with self._condition:
             rows = self._rows
@@ -81,7 +81,7 @@ class Primary:
                 self._condition.notify_all()
 
     def close(self) -> None:
-        """Wait for copies under way; from then on nobody reads or writes a row. Idempotent."""
+        """Wait for copies under way; from then on no row is read or written. Idempotent."""
         with self._condition:
             self._rows = None
             self._condition.wait_for(lambda: self._users == 0)
@@ -105,7 +105,7 @@ class Transfers:
     def save(self, job: Job) -> None:
         """Begin to bring rows into the store.
 
-        A block that it has, or has no room for on the way there, is left.
+        Blocks that the store has, or has no buffer for, are skipped.
         """
         self._submit(self._save_threads, self._save, job)
 
@@ -114,31 +114,29 @@ class Transfers:
         self._submit(self._load_threads, self._load, job)
 
     def finished(self) -> list[Job]:
-        """Jobs that ended since the last call: nobody touches their rows any more."""
+        """Jobs that ended since the last call: their rows are free."""
         ended: list[tuple[Job, Future[None]]] = []
         running: list[tuple[Job, Future[None]]] = []
         for pair in self._running:  # asked once: between two questions it may end
             (ended if pair[1].done() else running).append(pair)
         self._running = running
         for _, future in ended:
-            if not future.cancelled() and future.exception() is not None:  # whatever it was, the rest is a miss
+            if not future.cancelled() and future.exception() is not None:  # after any error, the rest is a miss
                 log.error("a transfer failed", exc_info=future.exception())
         return [job for job, _ in ended]
 
     def drain(self) -> None:
-        """Wait until every job has ended: those that are being copied well, the others by being
-        given up.
-        """
+        """Wait until every job has ended: running copies finish, the others are given up."""
         self._given_up.set()
         wait([future for _, future in self._running])
         self._given_up = threading.Event()
 
     def take_counts(self) -> Counter[tuple[str, str]]:
-        """(what, label) counted since the last call."""
+        """(counter, label) counted since the last call."""
         return self._fetcher.take_counts()
 
     def close(self) -> None:
-        """Give up what is under way; nobody touches a row afterwards.
+        """Give up running jobs; no row is touched afterwards.
 
         Waits JOIN_S at most for tiers. Idempotent.
         """
@@ -186,7 +184,7 @@ class Transfers:
                 return
 
     def _load_piece(self, moves: Sequence[Move], given_up: threading.Event, deadline: float) -> tuple[bool, list[bool]]:
-        """Whether it was followed to its end, and which of the blocks are in their rows now."""
+        """Whether the load was followed to its end, and which blocks are in their rows now."""
         began = perf_counter()
         fetched = self._fetcher.fetch([move.record for move in moves], given_up, deadline)
         if self._primary.use(partial(fill, moves, fetched.rows, fetched.arrived)) is None:
@@ -196,7 +194,7 @@ class Transfers:
 
 
 def fill(moves: Sequence[Move], arrived: Rows, done: Sequence[bool], rows: Rows) -> bool:
-    """Copy what arrived into its rows."""
+    """Copy arrived blocks into their rows."""
     for move, row, is_there in zip(moves, arrived, done, strict=True):
         if is_there:
             np.copyto(rows[move.place], row)

@@ -1,6 +1,4 @@
-"""How fast vLLM computes prompts, from its steps, also where it plans the next one before the last
-one is done.
-"""
+"""The speed of vLLM's prompts, measured from its steps, also with asynchronous scheduling."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -9,14 +7,14 @@ from time import monotonic
 
 from kvire.plan.cost import LEAST_STEP_TOKENS, PrefillSpeed
 
-MOST_UNDER_WAY = 64  # steps that were planned and have not ended; vLLM plans two ahead or so
+MOST_UNDER_WAY = 64  # planned steps without an end; vLLM plans about two ahead
 
 
 @dataclass(frozen=True, slots=True)
 class StepUnderWay:
     """A step under way.
 
-    start, count: first token, and tokens, of the prompt that has most of them.
+    start, count: first token, and tokens, of the step's longest prompt.
     step_tokens: of all requests.
     planned_s: when it was.
     """
@@ -30,7 +28,7 @@ class StepUnderWay:
 class Steps:
     """For vLLM's scheduler thread only.
 
-    prefill: is told what was measured.
+    prefill: receives the measurements.
     """
 
     def __init__(self, prefill: PrefillSpeed, clock: Callable[[], float] = monotonic) -> None:
@@ -43,7 +41,7 @@ class Steps:
     def planned(self, starts: Mapping[str, int], counts: Mapping[str, int]) -> int | None:
         """A step will compute `counts` tokens of each request, from position `starts` on.
 
-        The number to say when it has ended; None if it says nothing of prompts.
+        Returns its number for `ended`; None if it measures no prompt.
         """
         largest = max(counts, key=counts.__getitem__, default=None)
         if largest is None or counts[largest] < LEAST_STEP_TOKENS:

@@ -1,10 +1,9 @@
 """The worker's side: KV between vLLM's blocks and the store, as the scheduler's side planned.
 
-Saves are copied out within the step that computed them, so vLLM may do what it likes with the
-blocks afterwards. Loads arrive in memory of ours first, and are copied in by a thread, block by
-block in order, while vLLM computes for others. vLLM gives nobody a block that is being loaded
-before it was told that the load is over, so a request that is cancelled meanwhile costs nothing but
-time.
+Saves are copied out within the step that computed them, so vLLM may change the blocks afterwards.
+Loads arrive in our own memory first, and are copied in by a thread, block by block in order, while
+vLLM computes for others. vLLM reuses a block that is being loaded only after the load's end, so a
+request cancelled meanwhile costs only time.
 """
 
 import logging
@@ -29,15 +28,15 @@ from kvire.store.tiered import TieredStore
 log = logging.getLogger(__name__)
 
 LOAD_THREADS = 2
-IDLE_WAIT_S = 0.002  # that a step with nothing to compute waits for a load: else vLLM asks thousands of times a second
+IDLE_WAIT_S = 0.002  # an idle step's wait for a load: otherwise vLLM asks thousands of times a second
 
 
 @dataclass(eq=False)
 class Loading:
     """A load under way.
 
-    failed: its first move that could not be made; None if all were.
-    late: it was given up because it took longer than computing.
+    failed: its first move that failed; None without failures.
+    late: whether it was given up because it took longer than computing.
     """
 
     load: LoadOrder
@@ -65,7 +64,7 @@ class WorkerSide:
         self._save_rows: Rows = np.empty((0, 0), np.uint8)
 
     def begin(self, plan: StepPlan) -> None:
-        """Start the loads of a step, and say which blocks were used."""
+        """Start the loads of a step, and mark used blocks."""
         if plan.step is not None:
             with self._lock:
                 self._outcome.step = plan.step
@@ -99,8 +98,7 @@ class WorkerSide:
             self._outcome.saved += [key for key, kept in saved.items() if kept]
 
     def finished_loads(self, over: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Requests whose loads ended since the last call; and those of them for which something is
-        missing.
+        """Requests whose loads ended since the last call, and those with missing blocks.
 
         over: requests that ended meanwhile.
         """
@@ -111,7 +109,7 @@ class WorkerSide:
         ended = {request_id: pair for request_id, pair in self._loading.items() if pair[1].done()}
         for request_id, (loading, future) in ended.items():
             del self._loading[request_id]
-            if future.exception() is not None:  # whatever it was: the request is computed instead
+            if future.exception() is not None:  # after any error the request is computed
                 log.error("a load failed", exc_info=future.exception())
                 loading.failed = 0
             if loading.failed is not None:
@@ -123,17 +121,17 @@ class WorkerSide:
         return set(ended), failed
 
     def take_outcome(self) -> Outcome | None:
-        """For the scheduler's side, since the last call; None for nothing."""
+        """The outcome since the last call, for the scheduler's side; None if empty."""
         with self._lock:
             outcome, self._outcome = self._outcome, Outcome()
         return None if outcome.is_empty else outcome
 
     def take_counts(self) -> Counter[tuple[str, str]]:
-        """(what, label) counted since the last call."""
+        """(counter, label) counted since the last call."""
         return self._fetcher.take_counts()
 
     def close(self) -> None:
-        """Give up what is being loaded, and wait for the threads."""
+        """Give up running loads, and wait for the threads."""
         for loading, _ in self._loading.values():
             loading.cancelled.set()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -164,7 +162,7 @@ class WorkerSide:
                 return
 
     def _mine(self, move: Move) -> BlockRecord:
-        """This worker's share of what is moved."""
+        """This worker's share of the moved blocks."""
         block, group = move.record.id
         part = BlockId(block, self._first_part + group)
         return replace(move.record, id=part, kv_bytes=self._pages[group].row_bytes)
@@ -185,7 +183,7 @@ class WorkerSide:
     def _load_piece(
         self, pages: HostPages | DevicePages, moves: Sequence[Move], cancelled: threading.Event, deadline: float
     ) -> int:
-        """Load blocks up to the first that cannot be had in time; how many."""
+        """Load blocks up to the first that is missing or late; their number."""
         began = perf_counter()
         fetched = self._fetcher.fetch([self._mine(move) for move in moves], cancelled, deadline, in_order=True)
         loaded = sum(fetched.arrived)
