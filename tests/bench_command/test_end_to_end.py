@@ -132,7 +132,7 @@ def test_a_node_that_still_has_its_disk_is_not_new(tiny_model: Path, tmp_path: P
 def test_whoever_else_asks_spoils_the_states_from_then_on(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ):
-    run_pass = kvire_repeat.run
+    run_pass = kvire_repeat.send_all
     done = []
 
     def with_a_stranger(endpoint, scripts, *more):
@@ -157,7 +157,7 @@ def test_whoever_else_asks_spoils_the_states_from_then_on(
 
 @pytest.mark.usefixtures("no_processes")
 def test_requests_that_fail_are_no_strangers(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run_pass = kvire_repeat.run
+    run_pass = kvire_repeat.send_all
 
     def refused(endpoint, scripts, loop, extra=None):
         done = run_pass(endpoint, scripts, loop, extra)

@@ -15,7 +15,7 @@ from kvire.core.errors import BlockMissing, FrameDamaged, StoreError, TierUnavai
 from kvire.store.disk.files import Files
 from kvire.store.disk.folder import DiskFolder, no_store
 from kvire.store.disk.index import JournalFullError, is_damage
-from kvire.store.disk.rows import IndexDamagedError
+from kvire.store.disk.segments import IndexDamagedError
 from kvire.store.health import Outage
 
 # Seconds by which the clock follows the wall clock, per second: eight hours in 48 minutes, so that

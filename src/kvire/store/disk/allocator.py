@@ -26,8 +26,17 @@ from kvire.store.disk.index import (
     SLOT_INDEX_BYTES,
     Run,
 )
-from kvire.store.disk.rows import GONE, LAST_S, MAKING, MOST_COUNT, READY, SCANNING, IndexDamagedError
-from kvire.store.disk.segments import MOST_SEGMENT, MOST_SLOTS, SLOT_BITS, SlotHeader, place_of, segment_of, slots_of
+from kvire.store.disk.rows import GONE, LAST_S, MAKING, MOST_COUNT, READY, SCANNING
+from kvire.store.disk.segments import (
+    MOST_SEGMENT,
+    MOST_SLOTS,
+    SLOT_BITS,
+    IndexDamagedError,
+    SlotHeader,
+    place_of,
+    segment_of,
+    slots_of,
+)
 
 KIB, MIB = 1024, 1024 * 1024
 MIN_CAPACITY_BYTES = 4 * MIB
@@ -314,7 +323,9 @@ class SlotAllocator:
             slot,
         )
         for state, size, fresh in rows:
-            if state in (READY, SCANNING) and size == slot_bytes and place_of(slot) < fresh:
+            place = place_of(slot)  # a damaged number must not make a file longer than the folder may be
+            within = place < fresh and (place + 1) * slot_bytes <= self._capacity
+            if state in (READY, SCANNING) and size == slot_bytes and within:
                 return
         raise IndexDamagedError("it gives away what is not free")
 

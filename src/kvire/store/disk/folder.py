@@ -33,9 +33,9 @@ from kvire.store.disk.allocator import (
 )
 from kvire.store.disk.files import Files
 from kvire.store.disk.index import DiskIndex, is_damage
-from kvire.store.disk.rows import MOST_OWNERS, READY, SCANNING, IndexDamagedError
+from kvire.store.disk.rows import MOST_OWNERS, READY, SCANNING
 from kvire.store.disk.salvage import Salvaged, salvage
-from kvire.store.disk.segments import SegmentFiles
+from kvire.store.disk.segments import IndexDamagedError, SegmentFiles
 
 log = logging.getLogger(__name__)
 

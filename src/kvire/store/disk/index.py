@@ -28,8 +28,8 @@ from kvire.core.errors import StoreError
 from kvire.core.keys import BlockKey
 from kvire.core.record import BlockId
 from kvire.store.disk.files import Files
-from kvire.store.disk.rows import GONE, READY, Column, IndexDamagedError, check_rows, column
-from kvire.store.disk.segments import SLOT_BITS
+from kvire.store.disk.rows import GONE, READY, Column, check_rows, column
+from kvire.store.disk.segments import SLOT_BITS, IndexDamagedError
 
 # Of the tables and of the slots; PRAGMA user_version. With a new one at least one statement of the
 # schema is another, so that a damaged number is not taken for a newer version.

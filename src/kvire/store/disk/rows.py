@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from kvire.store.disk.segments import MOST_BYTES, MOST_SEGMENT, MOST_SLOTS
+from kvire.store.disk.segments import MOST_BYTES, MOST_SEGMENT, MOST_SLOTS, IndexDamagedError
 
 READY, MAKING, SCANNING, GONE = range(4)  # states of a segment
 LAST_S = 1e11  # seconds since the epoch; no clock of ours shows more
@@ -17,10 +17,6 @@ MOST_OWNERS = 1 << 40
 MOST_COUNT = 1 << 62
 
 FEW_ROWS = 4  # up to this many rows, checking values one by one is faster
-
-
-class IndexDamagedError(Exception):
-    """The index cannot be read as one: it must be rebuilt from the segments."""
 
 
 @dataclass(frozen=True, slots=True)

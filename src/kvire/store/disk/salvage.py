@@ -8,7 +8,7 @@ from typing import Any
 
 from kvire.store.disk.allocator import MIN_CAPACITY_BYTES, noted_capacity
 from kvire.store.disk.index import DiskIndex
-from kvire.store.disk.rows import IndexDamagedError
+from kvire.store.disk.segments import IndexDamagedError
 
 TROUBLE = (OSError, sqlite3.Error, IndexDamagedError)
 

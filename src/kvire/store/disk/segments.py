@@ -125,6 +125,10 @@ class _Open:
     dropped: bool = False
 
 
+class IndexDamagedError(Exception):
+    """The index cannot be read as one: it must be rebuilt from the segments."""
+
+
 class SegmentFiles:
     """The segment files of one folder. Thread-safe.
 
@@ -247,9 +251,13 @@ class SegmentFiles:
         return [(bytes(head), count) if count >= 0 else (None, 0) for head, count in zip(heads, here, strict=True)]
 
     def write(self, slot: int, slot_bytes: int, head: SlotHeader, frame: memoryview) -> None:
-        """Put a frame into a slot that no other caller uses."""
+        """Put a frame into a slot that no other caller uses.
+
+        Raises IndexDamagedError for a slot beyond the file's end: no write makes a file longer.
+        """
         offset = place_of(slot) * slot_bytes
         with self._borrow(segment_of(slot), slot_bytes) as fd:
+            self._must_be_within(fd, offset + slot_bytes)
             self._files.write(fd, memoryview(_BLANK), offset)
             self._files.write(fd, frame, offset + HEAD_BYTES)
             self._files.write(fd, memoryview(head.encode()), offset)
@@ -257,12 +265,19 @@ class SegmentFiles:
     def wipe(self, slot: int, slot_bytes: int, frame_bytes: int) -> None:
         """Overwrite the slot's head and the first `frame_bytes` of its frame, so that it reads as
         empty.
+
+        Raises IndexDamagedError as `write` does.
         """
         offset = place_of(slot) * slot_bytes
         end = offset + HEAD_BYTES + frame_bytes
         with self._borrow(segment_of(slot), slot_bytes) as fd:
+            self._must_be_within(fd, end)
             for start in range(offset, end, len(_ZEROS)):
                 self._files.write(fd, _ZEROS[: end - start], start)
+
+    def _must_be_within(self, fd: int, end: int) -> None:
+        if end > self._files.length(fd):
+            raise IndexDamagedError("a slot is beyond the end of its segment's file")
 
     def read_ahead(self, slot: int, slot_bytes: int, length: int) -> None:
         """Bring the slot's head and the next `length` bytes into memory, unless first and last are

@@ -13,8 +13,16 @@ from kvire.store.disk.access import DiskAccess
 from kvire.store.disk.allocator import Evicted, Segment, SlotAllocator, spare_bytes
 from kvire.store.disk.folder import DiskFolder
 from kvire.store.disk.index import MOST_ASKED, Location
-from kvire.store.disk.rows import GONE, LAST_S, MAKING, READY, SCANNING, IndexDamagedError, ascending
-from kvire.store.disk.segments import HEAD_BYTES, SLOT_BITS, SlotHeader, place_of, segment_of, slots_of
+from kvire.store.disk.rows import GONE, LAST_S, MAKING, READY, SCANNING, ascending
+from kvire.store.disk.segments import (
+    HEAD_BYTES,
+    SLOT_BITS,
+    IndexDamagedError,
+    SlotHeader,
+    place_of,
+    segment_of,
+    slots_of,
+)
 from kvire.store.disk.writer import DiskWriter
 
 log = logging.getLogger(__name__)
