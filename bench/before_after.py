@@ -21,8 +21,7 @@ from reporting import describe, figure, medians, write
 
 RUNS = {
     "serving": ("--rounds", "1", "--without", "llama.cpp", "vLLM", "vLLM on all cores"),
-    "store_tiers": ("--rounds", "5"),
-    "store_engine": ("--rounds", "1"),
+    "store_tiers": ("--rounds", "9"),
 }
 TIMES = {"ms", "s", "decode steps"}  # units of which less is better
 Found = dict[tuple[str, str], dict[str, list[float]]]  # figure and unit -> tree -> one median a turn

@@ -24,6 +24,7 @@ TITLES = {
     "fifty_pages": "Fifty pages, after a restart",
     "store_engine": "What the store is worth to the engine, and what it costs",
     "store_tiers": "4,096 tokens from each tier",
+    "before_after": "Before and after the planner of reuse",
     "vllm_connector": "Under vLLM",
     "vllm_tiers": "Beside what else vLLM can keep KV in",
     "transformers_connector": "Under transformers",
