@@ -9,7 +9,7 @@ import pytest
 
 from kvire.core.errors import ModelNotFoundError
 from kvire.models.embedded import EMBEDDED, EmbeddedModel, find_embedded
-from kvire.models.gguf import convert
+from kvire.models.gguf.convert import convert
 
 WHOLE = EmbeddedModel("whole", "fake-whole")
 SPLIT = EmbeddedModel("split", "fake-split", ("fake-split-part1", "fake-split-part2"))

@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvire.core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
-from kvire.models import gguf as conversion
 from kvire.models.catalog import list_models
 from kvire.models.checkpoint import open_checkpoint
 from kvire.models.embedded import EMBEDDED, GgufSource, find_embedded
 from kvire.models.families import kv_groups
-from kvire.models.gguf import convert, converted_folder, gguf_file
+from kvire.models.gguf import convert as conversion
+from kvire.models.gguf.convert import convert, converted_folder, gguf_file
 from kvire.models.loader import load_model
 from kvire.models.resolve import resolve
 
@@ -77,7 +77,7 @@ def test_another_content_is_another_folder(tmp_path: Path) -> None:
 
 def test_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_gguf(tmp_path / "tiny.gguf")
-    monkeypatch.setattr("kvire.models.gguf_weights.SHARD_BYTES", 60_000)
+    monkeypatch.setattr("kvire.models.gguf.weights.SHARD_BYTES", 60_000)
     folder = resolve(str(path))
     assert len(open_checkpoint(folder).shards) > 2
     _assert_same_model(folder, path)
@@ -87,7 +87,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
-from kvire.models.gguf import convert, gguf_file
+from kvire.models.gguf.convert import convert, gguf_file
 def progress(stage, done, total):
     if "weights to float32" in stage and done == 5:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -142,7 +142,7 @@ def test_a_failed_conversion_cleans_up(tmp_path: Path, cache: Path) -> None:
 
 def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_gguf(tmp_path / "tiny.gguf")
-    monkeypatch.setattr("kvire.models.gguf.shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    monkeypatch.setattr("kvire.models.gguf.convert.shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 20))
     with pytest.raises(ConfigError, match=r"KVIRE_CACHE_DIR"):
         resolve(str(path))
 

@@ -7,8 +7,8 @@ import pytest
 
 from kvire.core.errors import UnsupportedModelError
 from kvire.llm import LLM
-from kvire.models import gguf_config
 from kvire.models.chat import encode_chat
+from kvire.models.gguf import config as gguf_config
 from kvire.models.loader import LoadedModel, load_model
 from kvire.models.resolve import resolve
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvire.core.errors import UnsupportedModelError
-from kvire.models.gguf_header import GgufHeader
+from kvire.models.gguf.header import GgufHeader
 
 from .tiny_gguf import make_gguf
 
@@ -75,6 +75,6 @@ def test_cut_anywhere(tmp_path: Path) -> None:
 
 
 def test_an_endless_header_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvire.models.gguf_header.MAX_READS", 100)
+    monkeypatch.setattr("kvire.models.gguf.header.MAX_READS", 100)
     with pytest.raises(UnsupportedModelError, match="more entries than any model"):
         GgufHeader(make_gguf(tmp_path / "tiny.gguf"))

@@ -3,30 +3,13 @@
 import json
 import traceback
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from sessions.session_samples import CHAT, SAID, files, opened
 
 from kvire.sessions import session_file
-from kvire.sessions.folder import Sessions
 from kvire.sessions.session_file import SessionError
 from kvire.store.keyring import Keyring
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    return tmp_path / "home" / "keyring.json"
-
-
-@pytest.fixture
-def sessions(store: Path, keys: Path) -> Sessions:
-    return opened(store, keys)
 
 
 @pytest.mark.parametrize("encrypt", [True, False], ids=["sealed", "plain"])

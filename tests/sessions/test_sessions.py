@@ -29,21 +29,6 @@ assert "torch" not in sys.modules
 """
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    return tmp_path / "home" / "keyring.json"
-
-
-@pytest.fixture
-def sessions(store: Path, keys: Path) -> Sessions:
-    return opened(store, keys)
-
-
 def du(store: Path) -> int:
     return sum(path.lstat().st_blocks * 512 for path in [store / "sessions", *(store / "sessions").rglob("*")])
 

@@ -63,9 +63,9 @@ class Lease:
         self.release()
 
     @property
-    def block_ids(self) -> list[int]:
-        """The block table; 0 for released blocks."""
-        return [block.id if block else 0 for block in self.blocks]
+    def block_ids(self) -> list[int | None]:
+        """The block table; None for blocks that were given back."""
+        return [block.id if block else None for block in self.blocks]
 
     def give_back(self, count: int) -> None:
         """Release the first `count` blocks, as far as they are still held; the others keep their

@@ -43,7 +43,8 @@ def build_batch(chunks: list[Chunk], block_size: int) -> Batch:
     )
 
 
-def _block_tables(tables: list[list[int]]) -> Tensor:
-    """int32 [S, M], padded with block 0."""
+def _block_tables(tables: list[list[int | None]]) -> Tensor:
+    """int32 [S, M]. Entries that no token attends to, given back or beyond the end, are block 0."""
     width = max(len(table) for table in tables)
-    return torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
+    padded = [[block_id or 0 for block_id in table] + [0] * (width - len(table)) for table in tables]
+    return torch.tensor(padded, dtype=torch.int32)

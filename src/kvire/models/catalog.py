@@ -17,11 +17,11 @@ from kvire.models.families import (
     max_positions,
     need_output_matrix,
 )
-from kvire.models.gguf import ORIGIN, converted_folder, converted_models, find_converted, gguf_file
-from kvire.models.gguf_config import config_from_gguf
-from kvire.models.gguf_header import GgufHeader
-from kvire.models.gguf_split import gguf_in
-from kvire.models.gguf_tokenizer import check_tokenizer
+from kvire.models.gguf.config import config_from_gguf
+from kvire.models.gguf.convert import ORIGIN, converted_folder, converted_models, find_converted, gguf_file
+from kvire.models.gguf.header import GgufHeader
+from kvire.models.gguf.split import gguf_in
+from kvire.models.gguf.tokenizer import check_tokenizer
 from kvire.models.hub import find_in_hub, is_hub_id
 
 

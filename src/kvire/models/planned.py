@@ -12,9 +12,9 @@ from typing import Any
 from kvire.core.errors import ConfigError, KvireError, ModelNotFoundError
 from kvire.models.checkpoint import open_checkpoint, read_config
 from kvire.models.families import has_output_matrix, need_output_matrix
-from kvire.models.gguf_config import config_from_gguf
-from kvire.models.gguf_header import GgufHeader
-from kvire.models.gguf_split import gguf_in, gguf_parts
+from kvire.models.gguf.config import config_from_gguf
+from kvire.models.gguf.header import GgufHeader
+from kvire.models.gguf.split import gguf_in, gguf_parts
 from kvire.models.hub import find_config_in_hub, is_hub_id
 from kvire.plan.cards import card, find_card
 from kvire.plan.families.wrappers import INNER, language_model

@@ -5,8 +5,8 @@ from pathlib import Path
 from kvire.core.errors import ModelNotFoundError
 from kvire.models.checkpoint import open_checkpoint
 from kvire.models.embedded import EMBEDDED, find_embedded
-from kvire.models.gguf import convert, find_converted, gguf_file, read_origin
-from kvire.models.gguf_split import gguf_in
+from kvire.models.gguf.convert import convert, find_converted, gguf_file, read_origin
+from kvire.models.gguf.split import gguf_in
 from kvire.models.hub import find_in_hub, is_hub_id
 from kvire.models.progress import LateProgress, Progress, silent
 

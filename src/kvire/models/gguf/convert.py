@@ -25,11 +25,11 @@ from kvire.core.memory import format_size
 from kvire.models.embedded import GgufSource
 from kvire.models.families import kv_groups
 from kvire.models.fingerprint import CHUNK_BYTES, file_digest
-from kvire.models.gguf_config import ConfigFields, config_from_gguf
-from kvire.models.gguf_header import GgufHeader
-from kvire.models.gguf_split import gguf_name, gguf_parts
-from kvire.models.gguf_tokenizer import check_tokenizer, tokenizer_from_gguf
-from kvire.models.gguf_weights import converted_bytes, tensor_places, write_weights
+from kvire.models.gguf.config import ConfigFields, config_from_gguf
+from kvire.models.gguf.header import GgufHeader
+from kvire.models.gguf.split import gguf_name, gguf_parts
+from kvire.models.gguf.tokenizer import check_tokenizer, tokenizer_from_gguf
+from kvire.models.gguf.weights import converted_bytes, tensor_places, write_weights
 from kvire.models.progress import Progress, silent
 
 CONVERTER = 2  # raise it when the result of a conversion changes: older results are then left aside

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import decoders, normalizers, pre_tokenizers
 
 from kvire.core.errors import UnsupportedModelError
-from kvire.models.gguf_header import GgufHeader
+from kvire.models.gguf.header import GgufHeader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

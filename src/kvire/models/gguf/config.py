@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvire.core.errors import UnsupportedModelError
-from kvire.models.gguf_header import GgufHeader
+from kvire.models.gguf.header import GgufHeader
 from kvire.plan.families.fields import MAX_LAYERS
 
 ConfigFields = dict[str, Any]

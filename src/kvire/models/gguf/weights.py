@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 
 from kvire.core.errors import UnsupportedModelError
 from kvire.models.checkpoint import INDEX, SINGLE
-from kvire.models.gguf_config import ConfigFields
-from kvire.models.gguf_header import GgufHeader
+from kvire.models.gguf.config import ConfigFields
+from kvire.models.gguf.header import GgufHeader
 from kvire.models.progress import Progress
 
 Array = npt.NDArray[np.float32]
