@@ -71,7 +71,7 @@ SERVING: dict[str, tuple[Any, Any]] = {
     "max_num_seqs": (_option(int, "Answers written at once at most.", _ENGINE), 32),
     "max_queue": (_option(int, "Requests that may wait; more are answered 429.", _ENGINE), 256),
 }
-# The store below the pool (cli/store_options.py).
+# The store below the pool (cli/store_config.py).
 STORE: dict[str, tuple[Any, Any]] = {
     "store": (
         _option(

