@@ -2,7 +2,7 @@
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(VENV)/bin/pip --disable-pip-version-check
-NATIVE := $(wildcard src/kvire/native/*)
+NATIVE := $(wildcard src/kvire/native/* src/kvire/native/step/* src/kvire/native/step/kernels/*)
 
 .PHONY: demo test check smoke lines connectors mutants sanitize bench gpu-check docs wheel clean lint
 

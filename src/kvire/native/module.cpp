@@ -16,6 +16,7 @@
 #include "paged_layer.h"
 #include "parallel.h"
 #include "prefill_attention.h"
+#include "step/bind.h"
 
 namespace nb = nanobind;
 
@@ -203,4 +204,6 @@ NB_MODULE(_native, m) {
           "As checksums, of each (head, source, target); source is copied to target, and the copy is what is hashed.");
     m.def("isa", [] { return kernels().isa; }, "The instruction set in use: avx2, neon or baseline.");
     m.def("thread_runtime", thread_runtime, "The OpenMP library whose threads run the kernels, or 'own threads'.");
+
+    step::bind_isa(m);
 }

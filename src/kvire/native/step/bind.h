@@ -1,0 +1,12 @@
+// What the native step adds to the Python module, one function per part.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace kvire {
+namespace step {
+
+void bind_isa(nanobind::module_& m);
+
+}  // namespace step
+}  // namespace kvire
