@@ -85,7 +85,7 @@ def one_round(model: Any, kvire: LLM, plain: LLM, llama: str | None, seed: int) 
     found["kvire decode tok/s"] = 1 / decode(kvire, short)
     found["transformers decode tok/s"] = 1 / transformers_decode(model, short)
     # The price of a miss: the same kind of prompt, never seen, with the prefix cache on and off.
-    # ABBA, twice, so that whoever comes first pays for it equally often.
+    # ABBA, twice, so that each comes first equally often.
     times: dict[int, list[float]] = {id(kvire): [], id(plain): []}
     for order in ((kvire, plain), (plain, kvire)) * 2:
         fresh = [rng.randrange(1000, 40000) for _ in range(PREFILL_TOKENS)]

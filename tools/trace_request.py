@@ -4,7 +4,7 @@
 
 A server that has measured its speed answers one chat request whose prompt's KV is on disk. Every
 file of Kvire with a call on the way is noted, from the first byte of the request until the first
-token leaves, on all threads but those that the answer does not wait for. Printed, in order of the
+token leaves, on all threads that the answer waits for. Printed, in order of the
 first call:
 
 files: with at least one call.

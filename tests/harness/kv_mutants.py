@@ -197,7 +197,7 @@ def tail_holds_a_token_too_many(patch: pytest.MonkeyPatch) -> None:
 
 
 def block_of_somebody_else(patch: pytest.MonkeyPatch) -> None:
-    """A hit's last block is the one that was published last, whoever's it is."""
+    """A hit's last block is the last published block, of any prefix."""
     match = GroupedPool.match
 
     def broken(self, *args, **options):

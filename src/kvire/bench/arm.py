@@ -16,7 +16,7 @@ Say = Callable[[str], None]  # told before each step that takes a while
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPass:
-    """One pass and what it proved.
+    """One pass and its proof.
 
     ideal: by sample, the share of its prompt that an endless cache could have reused.
     same_prompts: whether the pass sent the very texts of the work's probe (or fill, where it has
@@ -44,7 +44,7 @@ class Arm(Protocol):
 
     @property
     def judge(self) -> "Judge":
-        """Proves what it was in."""
+        """Proves the state that it was in."""
 
     def steps(self) -> int:
         """How often `measure` says something in one repeat."""
@@ -86,7 +86,7 @@ class Judge:
         """What a pass proved.
 
         marked: a mark stood before every prompt.
-        kept: what the server was sent before, the fill aside, and may have kept.
+        kept: earlier prompts, the fill aside, which the server may have kept.
         """
         before = prompts_of_scripts(work.fill) if state not in {TierState.E, TierState.Z} else []
         sent = [sample.prompt for sample in done.samples]
@@ -102,7 +102,7 @@ class Judge:
         # workloads.
         waits = [(sample.sent_s, sample.sent_s + sample.answer.ttft_s) for sample in done.samples]
         ideal = ceiling(sent, waits, [*before, *kept], self.spell) if state is not TierState.Z else [0.0] * len(sent)
-        # A mark stands behind what the chat template begins with; a salt stands before everything.
+        # A mark stands behind the beginning of the chat template; a salt stands before everything.
         slack_tokens = 0 if state is TierState.Z and not marked else self.slack_tokens
         proof = prove(state, seen, around, slack_tokens)
         same_prompts = not marked and not (state is TierState.E and work.probe)

@@ -40,7 +40,7 @@ class Endpoint:
 class StreamedAnswer:
     """What came back. Times are seconds since the request was sent.
 
-    at_s, pieces: when each piece of text came, and what it was.
+    at_s, pieces: time and text of each piece.
     end_s: when the answer was complete, also without any text.
     usage: as the server counted.
     kvire: where a Kvire server says the KV came from, else empty.

@@ -14,7 +14,7 @@ KEY = ("workload", "state", "context_tokens", "concurrency", "rate_per_s")
 MEASURES = ("ttft_s", "tpot_s", "e2e_s")
 # Of the settings, what has to be equal for rows to be comparable.
 SAME_SETTINGS = ("scripts", "output_tokens", "seed", "trace", "trace_sha256", "trace_scale")
-# Of the model, what makes it another one; kv_dtype and block size may be what is compared.
+# Fields that make it another model; kv_dtype and block size may be the subject of a comparison.
 SAME_MODEL = ("name", "weights_bytes")
 
 
@@ -124,7 +124,7 @@ def _differences(first: BenchReport, second: BenchReport, arms: tuple[str, str])
 
 
 def _failed(rows: Mapping[tuple[Any, ...], BenchRow], which: str) -> Iterator[str]:
-    """Ratios are over what was answered."""
+    """Ratios are over the answered requests."""
     for row in rows.values():
         if failed := sum(sample["error"] is not None for sample in row["samples"]):
             yield f"{_title(row)}: {failed} of {len(row['samples'])} requests failed in the {which}"

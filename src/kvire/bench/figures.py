@@ -131,7 +131,7 @@ def middle(value: Mapping[str, Any] | None, unit: Callable[[float], str]) -> str
 
 
 def shown_or_dash(value: float | None, unit: Callable[[float], str]) -> str:
-    """A dash for what is not known."""
+    """A dash for an unknown figure."""
     return NOTHING if value is None else unit(value)
 
 

@@ -17,7 +17,7 @@ CELL = ("arm", "workload", "context", "at once")
 
 
 def page(report: BenchReport) -> Page:
-    """Summary first, then times, hits, proofs, and what it was measured on."""
+    """Summary first, then times, hits, proofs, and the machine."""
     model = report["model"]
     made = Page(f"kvire bench: {model['name']}", _lead(report))
     made.text(METHOD)

@@ -25,12 +25,12 @@ from kvire.bench.workloads import BenchWork
 from kvire.core.errors import ConfigError
 from kvire.core.memory import format_size
 
-HEADROOM = 1.15  # of pool and tiers over what a pass needs
+HEADROOM = 1.15  # of pool and tiers over the need of a pass
 WARM_UPS, WARM_UP_TOKENS = 2, 300  # the first long prompts of a process take longer
 LEAST_DISK_BYTES, LEAST_POOL_TOKENS = 256 << 20, 1024
-MORE_RAM_BYTES = 16 << 20  # of the memory tier, for what it keeps beside KV
-REMOTE_TTL_S = 24 * 3600  # after a run nobody has the keys of what it left in a remote store
-FORGET = {"store": False}  # what a probe computes is kept nowhere, so that the next state finds what the fill left
+MORE_RAM_BYTES = 16 << 20  # of the memory tier, for its records beside KV
+REMOTE_TTL_S = 24 * 3600  # after a run nobody has the keys of its blocks in a remote store
+FORGET = {"store": False}  # a probe's blocks are kept nowhere, so that the next state finds those of the fill
 FILL_POOL, LEAST_FILLERS = (
     1.26,
     3,
@@ -68,7 +68,7 @@ class Repeat:
         self._traffic = Traffic()  # of the running process
         self._kept: list[BenchPrompt] = []  # what this repeat's store was sent: fills and fillers
         self._filler: tuple[Script, ...] = ()
-        self._unwritten = False  # whether the store was too slow for what a fill left
+        self._unwritten = False  # whether the store was too slow for the blocks of a fill
 
     def all(self) -> Iterator[MeasuredPass]:
         """Every state, each as soon as it can be had."""

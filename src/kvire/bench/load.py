@@ -13,7 +13,7 @@ from kvire.bench.client import Endpoint, StreamedAnswer, ask_completion
 from kvire.bench.prompts import BenchPrompt, Script
 
 MOST_AT_ONCE = 512  # threads of an open loop
-SATURATED = 0.5  # of one core: from here on, the client may be what is measured
+SATURATED = 0.5  # of one core: from here on, the client may be the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def send_all(endpoint: Endpoint, scripts: Sequence[Script], loop: Loop, extra: E
             futures.append(threads.submit(play, index))
         for future in futures:
             future.result()
-    finally:  # whoever interrupts does not wait for what has not been sent
+    finally:  # an interrupt does not wait for requests that have not been sent
         stopped.set()
         threads.shutdown(wait=False, cancel_futures=True)
     wall = perf_counter() - began

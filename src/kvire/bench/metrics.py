@@ -77,7 +77,7 @@ def by_repeat(samples: Iterable[Record], name: str) -> dict[int, float]:
 
 def answered_in_both(one: Iterable[Record], other: Iterable[Record]) -> tuple[list[Record], list[Record]]:
     """Of two rows that sent the same prompts, the samples whose prompt was answered in both: where
-    requests failed, those that are left may be the short ones.
+    requests failed, the rest may be the short ones.
     """
     mine, theirs = ({_place(s): s for s in samples if s["error"] is None} for samples in (one, other))
     both = [place for place in mine if place in theirs]

@@ -86,7 +86,7 @@ class Writer:
     """Makes texts.
 
     nonce: of this run, so that no server has seen the texts before;
-    seed: what they are drawn from.
+    seed: of the random draw.
     """
 
     scale: TokenScale

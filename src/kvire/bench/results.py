@@ -23,7 +23,7 @@ from kvire.core.errors import ConfigError
 SCHEMA = "kvire.bench/1"
 BenchReport = dict[str, Any]
 BenchRow = dict[str, Any]
-# What a reader relies on, and what it is.
+# Fields that a reader relies on, and their types.
 FIELDS: Mapping[str, type] = {
     "schema": str,
     "machine": dict,

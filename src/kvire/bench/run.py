@@ -1,4 +1,4 @@
-"""A whole run: every arm in every repeat, in turn, and the report of what came out."""
+"""A whole run: every arm in every repeat, in turn, and the report of the results."""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ def measure_arms(
 
 
 def plain(settings: Settings) -> dict[str, object]:
-    """Settings for JSON: what was asked for, seeds and limits of goodput among it."""
+    """Settings for JSON: options, seeds and limits of goodput among them."""
     return {
         **asdict(settings),
         "states": [str(state) for state in settings.states],

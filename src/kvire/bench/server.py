@@ -181,7 +181,7 @@ def _answers(endpoint: Endpoint) -> bool:
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """Ask it to end, so that it writes what it has still to write; insist if it does not."""
+    """Ask it to end, so that it writes its last blocks; insist if it does not."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, how)

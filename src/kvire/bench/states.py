@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 TIERS = ("device", "memory", "disk", "remote")
-ENOUGH = 0.9  # of what must have been reused, or read
-MOST = 0.5  # of what only a slow tier has: an engine may compute a part meanwhile
+ENOUGH = 0.9  # of the tokens that must have been reused, or read
+MOST = 0.5  # of the tokens in a slow tier alone: an engine may compute a part meanwhile
 # What prompts may share beyond what characters show: the beginning that the chat template writes,
 # and one block.
 SLACK_TOKENS = 64
@@ -111,7 +111,7 @@ class Proof:
 def prove(state: TierState, requests: Sequence[SeenRequest], around: Around, slack_tokens: int = SLACK_TOKENS) -> Proof:
     """Whether a pass was in a state.
 
-    requests: those that were answered.
+    requests: the answered ones.
     slack_tokens: how far `stored` and the others may be off: a block where they come from token
         ids; for Z, what may be reused all the same.
     """
@@ -217,7 +217,7 @@ def _missed(requests: Sequence[SeenRequest], slack_tokens: int) -> Iterator[str]
 
 
 def _from_device(requests: Sequence[SeenRequest], slack_tokens: int) -> Proof:
-    """The pool gave what the fill had left there, and no other tier anything."""
+    """The pool gave the blocks of the fill, and no other tier anything."""
     given = _given("device", requests)
     expected = sum(max(0.0, r.stored - slack_tokens) for r in requests)
     said = f"{given} prompt tokens from the pool, of {expected:.0f} that the fill had left there"
@@ -229,7 +229,7 @@ def _from_device(requests: Sequence[SeenRequest], slack_tokens: int) -> Proof:
 
 
 def _from_tier(tier: str, requests: Sequence[SeenRequest], slack_tokens: int) -> Proof:
-    """The tier gave most of what only it had; others gave no more than requests of the pass had
+    """The tier gave most of its own tokens; others gave no more than requests of the pass had
     brought there.
     """
     given, expected = _given(tier, requests), sum(max(0.0, r.stored - r.earlier - slack_tokens) for r in requests)

@@ -18,7 +18,7 @@ OPENAI_ROLES = frozenset(("system", "developer", "tool", "function"))
 def api_of(body: Body, levels: Sequence[Body]) -> str:
     """anthropic, converse, gemini, chat, responses or completions.
 
-    levels: the line and what it wraps, to the body.
+    levels: the line and everything it wraps, down to the body.
     """
     if isinstance(body.get("contents"), list):
         return "gemini"

@@ -140,7 +140,7 @@ class RuleTotals:
 class MeasuredLog:
     """What `usage` says, over the requests whose usage counts cached tokens.
 
-    ideal_tokens: what they could have.
+    ideal_tokens: tokens that they could have.
     """
 
     requests: int = 0

@@ -12,7 +12,7 @@ from kvire.doctor.findings import Cause
 from kvire.doctor.prompt import SYSTEM, TOOL, USER
 from kvire.doctor.structure import Sides, Spans, permuted
 
-BEFORE_BYTES, AFTER_BYTES = 64, 140  # of the place where two prompts part, what is looked at
+BEFORE_BYTES, AFTER_BYTES = 64, 140  # around the place where two prompts part, that are compared
 # Two numbers are taken for one counter if they are not farther apart than this.
 FARTHEST_COUNT = 1000
 

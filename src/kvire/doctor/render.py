@@ -32,7 +32,7 @@ _DIGITS = [chr(0x30 + i) for i in range(64)]
 
 
 class UnknownBodyError(ValueError):
-    """No prompt is found in the body; the message says what is missing."""
+    """No prompt is found in the body; the message names the missing part."""
 
 
 def of_text(text: str) -> p.LoggedPrompt:

@@ -45,7 +45,7 @@ class CacheRules:
 class Written(NamedTuple):
     """Tokens written into a cache, by how long they live there.
 
-    Of what a mended cause changes: so many more.
+    Changes by a mended cause: so many more.
     """
 
     five_minutes: int = 0
@@ -57,7 +57,7 @@ class Written(NamedTuple):
 
 
 class ReuseRules(NamedTuple):
-    """Tokens of one prompt: those that a cache gives back, and those that it could have, by what
+    """Tokens of one prompt: tokens that a cache gives back, and tokens that it could have given, by
     was in the way.
 
     written: where writing is priced; where breakpoints are assumed, by the earlier prompt that this
@@ -115,8 +115,8 @@ def reuse_after_fix(
     """What a cache would give back if a prompt shared `tokens` tokens with the closest earlier one,
     last used `age_s` seconds ago.
 
-    reached: where in the prompt what they share then ends.
-    lost_bytes: of what lies before that, the bytes that differ.
+    reached: end of the part that they then share, in the prompt.
+    lost_bytes: differing bytes before that place.
     """
     marked = rules.explicit and prompt.breakpoints is not None
     if not marked and not _is_fresh(0.0, age_s, rules.ttl_s):
@@ -256,7 +256,7 @@ class CacheOffer:
         """Against no cache: what tokens found cost less than input, less what tokens written cost
         more.
 
-        Below 0 where too little of what is written is found again.
+        Below 0 where too few of the written tokens are found again.
         """
         price = self.price
         found = found_tokens * (price.input - price.cached_input)

@@ -159,7 +159,7 @@ class PrefixTree:
         """A provider's entries for prefixes of a prompt are written, or read again.
 
         end: the prompt's node.
-        ends_bytes: (length of the prefix, seconds to live; 0 for what was only read), ascending.
+        ends_bytes: (length of the prefix, seconds to live; 0 if only read), ascending.
         """
         depth = len(end.text())
         node = end
@@ -216,7 +216,7 @@ class PrefixTree:
             del parent.children[leaf.label[0]]
             self.used_bytes -= NODE_BYTES + len(leaf.label)
             self.forgotten_bytes += len(leaf.label)
-            leaf.label, leaf.parent = b"", None  # whoever still points here finds nothing, and holds no text
+            leaf.label, leaf.parent = b"", None  # a later pointer to it finds nothing, and holds no text
             if not parent.children and parent.parent is not None:
                 self._leaves[parent] = None
 

@@ -33,7 +33,7 @@ class UsageForm(NamedTuple):
     prompt: the prompt's tokens.
     cached: tokens read from a cache.
     written: tokens written into a cache.
-    apart: whether `prompt` leaves out what was read and written.
+    apart: whether `prompt` leaves out tokens read and written.
     """
 
     prompt: str

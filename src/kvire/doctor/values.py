@@ -59,7 +59,7 @@ def diagnosis_values(
 
 
 def diagnosis_notes(diagnosis: Diagnosis) -> list[str]:
-    """What limits the figures, and what is wrong apart from where prompts part."""
+    """Limits of the figures, and faults besides the places where prompts part."""
     totals = diagnosis.totals
     said = []
     if totals.timed < totals.requests:

@@ -24,7 +24,7 @@ from kvire.plan.shape import Shape, Storage
 from kvire.plan.tiers import PlannedTier, presets
 
 SCHEMA = "kvire.calibration/1"
-MOST_BYTES_PER_S = 100e9  # where noise hides what a tier takes: no memory of one socket is copied faster
+MOST_BYTES_PER_S = 100e9  # where noise hides a tier's time: no memory of one socket is copied faster
 TIERS = {"R": "memory", "D": "disk"}  # by tier state: the store's names
 TITLES = {"memory": "this machine's memory tier", "disk": "this machine's disk tier"}
 PRESET = {"memory": "ram", "disk": "nvme4"}  # whose price is taken

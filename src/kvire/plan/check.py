@@ -46,7 +46,7 @@ class Checked:
 
 
 def check_times(report: Mapping[str, Any], predict: Predict, planned: Mapping[str, Any] | None = None) -> list[Checked]:
-    """Every row with times; those that the plan does not speak of say why.
+    """Every row with times; rows outside of the plan say why.
 
     planned: by the report's names (layers, kv_dtype), in what the measured model must be the
         planned one.

@@ -85,7 +85,7 @@ def _draft(fields: Fields, mixers: Sequence[Mixer]) -> Draft | None:
 def _weights(
     fields: Fields, mixers: Sequence[Mixer], feeds: Sequence[Feed], outside: int, config: Mapping[str, Any]
 ) -> tuple[Weights, list[str]]:
-    """The parameters, and what a reader must know about their size."""
+    """The parameters, and remarks that their size needs."""
     hidden, vocabulary = fields.whole("hidden_size"), fields.whole("vocab_size")
     embeddings = vocabulary * hidden * (1 if fields.flag("tie_word_embeddings") else 2)
     mixing = sum(mixer.parameters(hidden) for mixer in mixers if mixer is not None)

@@ -132,7 +132,7 @@ def _kv(plan: Plan) -> dict[str, Any]:
 
 
 def layer_rows(shape: Shape, storage: Storage) -> list[dict[str, Any]]:
-    """One row for each kind of layer: what it keeps per token, or per sequence."""
+    """One row for each kind of layer: its bytes per token, or per sequence."""
     flat = Storage(storage.dtype, 1, storage.tp, storage.index_dtype)
     rows = []
     for group in shape.groups:

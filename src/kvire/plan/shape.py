@@ -105,7 +105,7 @@ class Weights:
 
     dense: used for every token.
     experts: all routed ones.
-    active_experts: those that one token uses.
+    active_experts: experts that one token uses.
     counted: from the weight files, not by formula.
     dtypes: what the checkpoint keeps ("experts", "dense").
     """
@@ -150,7 +150,7 @@ class Shape:
         together.
     attended: per group, the most tokens a query attends to; None: all.
     context_tokens: the longest sequence it was made for; None where the config does not say.
-    notes: what a reader must know about the figures.
+    notes: remarks that the figures need.
     """
 
     model_type: str

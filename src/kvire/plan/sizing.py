@@ -107,7 +107,7 @@ class ServingUse:
 class Growth:
     """One direction: what grows, from which to which bytes of KV.
 
-    shared_bytes: where much of it is the same prefix, what is left once that is kept only once.
+    shared_bytes: the same with a common prefix kept only once.
     """
 
     direction: str

@@ -178,7 +178,7 @@ def _sizes(shape: Shape, storage: Storage, tier: PlannedTier, demand: Demand) ->
 
 
 def _pick(found: Sequence[Offer], demand: Demand) -> tuple[Offer | None, str]:
-    """The cheapest of those that bring nearly as much as the best, or nothing, and why."""
+    """The cheapest tier that brings nearly as much as the best, or None, and why."""
     if not found:
         return None, "no tier was given to look at"
     helpful = [offer for offer in found if offer.saving >= LEAST_SAVING]

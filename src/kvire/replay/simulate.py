@@ -66,7 +66,7 @@ def run_store(trace: Trace, store: StoreTiers, progress: RequestsDone = lambda _
 
 
 def _split(by_tier: list[int], found: Sequence[int], block_tokens: int, tokens: int) -> None:
-    """Add `tokens` to the tiers of the blocks that hold them; the last block holds what is left."""
+    """Add `tokens` to the tiers of the blocks that hold them; the last block holds the rest."""
     for tier in found:
         taken = min(block_tokens, tokens)
         by_tier[tier] += taken

@@ -73,7 +73,7 @@ def bind(options: ServerOptions) -> socket.socket:
     family, address = _resolve(options.host, options.port)
     if not options.api_keys and not is_local_name(address[0]):
         raise ConfigError(
-            f"refusing to listen on {options.host} without an API key: whoever reaches this machine could use the "
+            f"refusing to listen on {options.host} without an API key: anyone who reaches this machine could use the "
             f"model, and tell from its speed what others asked. Set {API_KEY_VARIABLE} (or an API key option), or "
             "listen on 127.0.0.1"
         )

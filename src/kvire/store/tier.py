@@ -147,7 +147,7 @@ class LendsFrames(Protocol):
     """A tier with its frames in this process's memory."""
 
     def lent(self, ids: Sequence[BlockId]) -> AbstractContextManager[list[Buffer | None]]:
-        """Frames in place, valid until the end of the context; None for those that cannot be
+        """Frames in place, valid until the end of the context; None for frames that cannot be
         lent.
         """
 

@@ -143,7 +143,7 @@ def _fields(text: str | None) -> dict[str, Any] | None:
 
 
 def _states(given: Given) -> tuple[TierState, ...]:
-    """The states asked for, else those that every arm has."""
+    """The states asked for, else the states that every arm has."""
     if given["state"] is not None:
         letters = given["state"].replace(",", "").replace(" ", "").upper()
         try:

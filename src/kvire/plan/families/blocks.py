@@ -18,7 +18,7 @@ class Feed:
     """Parameters of one layer beside its projections.
 
     dense: used for every token.
-    experts, active_experts: of the routed ones, all and those that one token uses.
+    experts, active_experts: number of routed experts, and of those per token.
     """
 
     dense: int = 0
@@ -134,7 +134,7 @@ def experts(
 ) -> FeedRule:
     """Routed experts, gated.
 
-    shared: parameters of those that every token uses.
+    shared: parameters of the experts that every token uses.
     is_dense: layers without experts.
     """
 

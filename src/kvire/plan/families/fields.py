@@ -10,7 +10,7 @@ from kvire.core.errors import UnsupportedModelError
 
 MAX_LAYERS = 4096  # far beyond any model; a damaged config must not make us build a list of 10^9
 
-# A field whose name has one of these words may change what is kept. Unread and in use, it stops the
+# A field whose name has one of these words may change the KV. Unread and in use, it stops the
 # plan.
 _SUSPECT = re.compile(
     r"kv|cache|window|sliding|swa|attn|attention|latent|lora_rank|compress|index|head|layer|state|ssm|conv|mamba|linear"
@@ -40,7 +40,7 @@ _NEUTRAL = {"full_attn_mod": 1, "compression_ratio": 1}  # with this value they 
 class Fields:
     """A config.json with its class's defaults, and which of its fields have been read.
 
-    defaults: by field, for those that the config leaves out; null in the config is null.
+    defaults: by field, where the config leaves it out; null in the config is null.
     names: present names of fields by their older ones.
     """
 

@@ -20,10 +20,10 @@ class Family:
     """One model_type.
 
     layout: what its layers keep.
-    block: what they hold beside their projections.
+    block: their parameters beside the projections.
     defaults: by field.
     names: present names of fields by the older ones that its config class also takes.
-    runs: the engine is known to cache it right; False for those that are only planned for.
+    runs: the engine is known to cache it right; False: it can only be planned.
     """
 
     layout: Layout
@@ -103,7 +103,7 @@ _GPT2_NAMES = {
     "n_positions": "max_position_embeddings",
 }
 
-# What is beside the projections, by what is told by it. Biases: the fields that switch them.
+# Parameters beside the projections, by their fields. Biases: the fields that switch them.
 _gated = ModelBlock(dense())
 _biased = ModelBlock(dense(), bias="attention_bias")
 _llama = ModelBlock(dense(bias="mlp_bias"), bias="attention_bias")
@@ -221,7 +221,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": _latent(2048, 32, 32, _deepseek_v2, nope=128, value=128, query=1536),
     "deepseek_v3": _latent(4096, 61, 128, _deepseek, nope=128, value=128, query=1536),
     "glm4_moe_lite": _latent(202752, 47, 20, _deepseek, nope=192, value=256, query=768),
-    # Planned for only: what the engine does not run.
+    # Planned for only: the engine does not run them.
     "kimi_k2": _planned(layouts.latent, _deepseek),
     "deepseek_v32": _planned(layouts.sparse_latent, _deepseek, index_n_heads=64, **_INDEX),
     "glm_moe_dsa": _planned(layouts.sparse_latent, _deepseek, index_n_heads=32, **_INDEX),

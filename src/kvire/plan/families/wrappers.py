@@ -28,7 +28,7 @@ ALIASES = {
     "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_omni_moe_text": "qwen3_moe",
 }
-# The language model of those whose text_config may not name it.
+# The language model of families whose text_config may not name it.
 LANGUAGE_MODELS = {
     "aya_vision": "cohere2",
     "gemma3": "gemma3_text",

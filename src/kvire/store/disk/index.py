@@ -73,7 +73,7 @@ CREATE TABLE blocks (slot INTEGER PRIMARY KEY, slot_bytes INTEGER NOT NULL, key 
     parent BLOB NOT NULL, root BLOB NOT NULL, tenant BLOB NOT NULL, place INTEGER NOT NULL,
     frame_bytes INTEGER NOT NULL, content BLOB NOT NULL, created REAL NOT NULL, used REAL NOT NULL, ttl_s REAL,
     expires REAL, pinned INTEGER NOT NULL DEFAULT 0);
--- What a lookup asks, so that it reads no row; whoever enters a block takes out what had its key.
+-- Columns of a lookup, so that it reads no row; entering a block removes the older one of its key.
 CREATE INDEX by_key ON blocks (key, grp, slot_bytes, frame_bytes, expires, pinned);
 CREATE INDEX by_parent ON blocks (parent, created);
 CREATE INDEX by_content ON blocks (content);
