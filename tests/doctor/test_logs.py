@@ -205,3 +205,21 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, content: bytes | None) -> N
         path.write_bytes(content)
     with pytest.raises(ConfigError, match="cannot read"):
         list(lines_of(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"\xff\xd8\xff\xe0JFIF", "neither JSON nor UTF-8 text"),
+        (b"PK\x03\x04\x00\x00", "neither JSON nor text: it has zero bytes"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_file_that_is_no_text_is_no_prompt(line: bytes, reason: str) -> None:
+    assert list(read_log([line])) == [Malformed(1, reason)]
+
+
+def test_deep_json_inside_a_string_is_named() -> None:
+    line = json.dumps({"request_body": "[" * 100_000}).encode()
+    [found] = read_log([line])
+    assert isinstance(found, Malformed)

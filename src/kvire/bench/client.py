@@ -131,7 +131,12 @@ def ask_completion(
         return reader.answer("timeout", str(error))
     except (OSError, http.client.HTTPException) as error:
         return reader.answer("connection", f"{type(error).__name__}: {error}")
-    except (ValueError, TypeError, AttributeError) as error:  # an event that is no JSON, or not of this form
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:  # no event of this form
         return reader.answer("malformed_stream", str(error))
     finally:
         connection.close()
@@ -158,7 +163,7 @@ def first_model(endpoint: Endpoint) -> str:
     """The name of the first model that the server lists. Raises ConfigError."""
     try:
         return str(json.loads(get(endpoint, _path(endpoint, "/models")))["data"][0]["id"])
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ConfigError(f"{endpoint.url}/models lists no model; name one with --served-name") from error
 
 

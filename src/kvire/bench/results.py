@@ -88,7 +88,7 @@ def read_report(path: Path) -> BenchReport:
         report = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON: {error}; give a file that `kvire bench --json` wrote") from error
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
         raise ConfigError(f"{path} is no report of schema {SCHEMA}; give a file that `kvire bench --json` wrote")

@@ -160,7 +160,7 @@ def _are_messages(value: Any) -> bool:
 def _is_object(line: bytes) -> bool:
     try:
         return isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
@@ -176,7 +176,7 @@ def _requests(number: int, line: bytes, transcripts: Transcripts, *, is_text: bo
     elif isinstance(value, dict):
         yield from _from_object(number, value, transcripts)
     elif is_text and not line.lstrip().startswith(b"{"):
-        yield LoggedRequest(number, "prompt", "", render.of_text(line.decode("utf-8", "replace")))
+        yield LoggedRequest(number, "prompt", "", render.of_text(_text(line)))
     else:
         raise _NotARequestError("no JSON" if value is None else "JSON, but neither an object nor text")
 
@@ -191,6 +191,17 @@ def _value(line: bytes) -> Any:
         return None
     except RecursionError as error:
         raise _NotARequestError("nested too deeply") from error
+
+
+def _text(line: bytes) -> str:
+    """A line that is a prompt by itself."""
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _NotARequestError("neither JSON nor UTF-8 text") from error
+    if "\0" in text:
+        raise _NotARequestError("neither JSON nor text: it has zero bytes")
+    return text
 
 
 def _from_object(number: int, value: dict[str, Any], transcripts: Transcripts) -> Iterator[Item]:
@@ -260,7 +271,7 @@ def _parsed(name: str, text: str) -> Any:
         return text
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _NotARequestError(f"{name} is no JSON") from error
 
 

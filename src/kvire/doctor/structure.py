@@ -197,7 +197,7 @@ def permuted(new: Sequence[Hashable], old: Sequence[Hashable]) -> int:
 def _json(text: bytes) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -201,7 +201,7 @@ def remembered() -> tuple[Machine, tuple[PlannedTier, ...]]:
         return measured_machine(record), measured_tiers(record)
     except FileNotFoundError as error:
         raise ConfigError("this machine was not measured yet: kvire plan MODEL --calibrate does it once") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}. Measure again: kvire plan MODEL --calibrate") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is damaged ({error!r}). Measure again: kvire plan MODEL --calibrate") from error

@@ -135,7 +135,7 @@ def _fields(text: str | None) -> dict[str, Any] | None:
         return None
     try:
         fields = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--no-reuse is a JSON object, got {text!r}: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"--no-reuse is a JSON object, got {text!r}")

@@ -108,7 +108,7 @@ def read_origin(folder: Path) -> dict[str, str] | None:
     """
     try:
         origin = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return {key: str(value) for key, value in origin.items()} if isinstance(origin, dict) else None
 
