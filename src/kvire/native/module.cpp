@@ -206,4 +206,5 @@ NB_MODULE(_native, m) {
     m.def("thread_runtime", thread_runtime, "The OpenMP library whose threads run the kernels, or 'own threads'.");
 
     step::bind_isa(m);
+    step::bind_linear(m);
 }

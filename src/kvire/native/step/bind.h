@@ -7,6 +7,7 @@ namespace kvire {
 namespace step {
 
 void bind_isa(nanobind::module_& m);
+void bind_linear(nanobind::module_& m);
 
 }  // namespace step
 }  // namespace kvire

@@ -52,6 +52,7 @@ KVIRE_STEP_INLINE F16x to_float(I16x a) { return {_mm512_cvtepi32_ps(a.v)}; }
 KVIRE_STEP_INLINE I16x to_nearest(F16x a) { return {_mm512_cvtps_epi32(a.v)}; }  // ties to even
 KVIRE_STEP_INLINE I16x integers(int32_t x) { return {_mm512_set1_epi32(x)}; }
 KVIRE_STEP_INLINE I16x operator+(I16x a, I16x b) { return {_mm512_add_epi32(a.v, b.v)}; }
+KVIRE_STEP_INLINE I16x operator*(I16x a, I16x b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 template <int Bits>
 KVIRE_STEP_INLINE I16x shift_left(I16x a) { return {_mm512_slli_epi32(a.v, Bits)}; }
 KVIRE_STEP_INLINE F16x load_f16(const uint16_t* from) {
@@ -99,6 +100,9 @@ KVIRE_STEP_INLINE I16x to_nearest(F16x a) { return {_mm256_cvtps_epi32(a.low), _
 KVIRE_STEP_INLINE I16x integers(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 KVIRE_STEP_INLINE I16x operator+(I16x a, I16x b) {
     return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
+}
+KVIRE_STEP_INLINE I16x operator*(I16x a, I16x b) {
+    return {_mm256_mullo_epi32(a.low, b.low), _mm256_mullo_epi32(a.high, b.high)};
 }
 template <int Bits>
 KVIRE_STEP_INLINE I16x shift_left(I16x a) { return {_mm256_slli_epi32(a.low, Bits), _mm256_slli_epi32(a.high, Bits)}; }
@@ -164,6 +168,7 @@ KVIRE_STEP_INLINE I16x to_nearest(F16x a) {
 }
 KVIRE_STEP_INLINE I16x integers(int32_t x) { I16x r; KVIRE_EACH_LANE r.lane[i] = x; return r; }
 KVIRE_STEP_INLINE I16x operator+(I16x a, I16x b) { KVIRE_EACH_LANE a.lane[i] += b.lane[i]; return a; }
+KVIRE_STEP_INLINE I16x operator*(I16x a, I16x b) { KVIRE_EACH_LANE a.lane[i] *= b.lane[i]; return a; }
 template <int Bits>
 KVIRE_STEP_INLINE I16x shift_left(I16x a) {
     KVIRE_EACH_LANE a.lane[i] = (int32_t)((uint32_t)a.lane[i] << Bits);
@@ -248,22 +253,83 @@ KVIRE_STEP_INLINE void store_bf16(uint16_t* to, F16x a) {
     }
 }
 
+// --- across lanes ----------------------------------------------------------------------------------------
+
+#if defined(__AVX2__)
+KVIRE_STEP_INLINE __m256 low_half(F16x a) {
+#if defined(__AVX512F__)
+    return _mm512_castps512_ps256(a.v);
+#else
+    return a.low;
+#endif
+}
+KVIRE_STEP_INLINE __m256 high_half(F16x a) {
+#if defined(__AVX512F__)
+    return _mm512_extractf32x8_ps(a.v, 1);
+#else
+    return a.high;
+#endif
+}
+#endif
+
 // Lanes 0..15 added as a tree: 8 apart, then 4, 2, 1.
 KVIRE_STEP_INLINE float sum(F16x a) {
+#if defined(__AVX2__)
+    const __m256 eight = _mm256_add_ps(low_half(a), high_half(a));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
     float lane[16];
     store(lane, a);
     for (int apart = 8; apart > 0; apart /= 2)
         for (int i = 0; i < apart; ++i) lane[i] += lane[i + apart];
     return lane[0];
+#endif
 }
 
 // Not for nans.
 KVIRE_STEP_INLINE float largest(F16x a) {
+#if defined(__AVX2__)
+    const __m256 eight = _mm256_max_ps(low_half(a), high_half(a));
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#else
     float lane[16];
     store(lane, a);
     for (int apart = 8; apart > 0; apart /= 2)
         for (int i = 0; i < apart; ++i) lane[i] = lane[i] > lane[i + apart] ? lane[i] : lane[i + apart];
     return lane[0];
+#endif
+}
+
+// Of integers whose sum fits.
+KVIRE_STEP_INLINE int32_t sum(I16x a) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32(a.v);
+#elif defined(__AVX2__)
+    const __m256i eight = _mm256_add_epi32(a.low, a.high);
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+#else
+    int32_t total = 0;
+    for (int i = 0; i < 16; ++i) total += a.lane[i];
+    return total;
+#endif
+}
+
+// Of integers from -128 to 127.
+KVIRE_STEP_INLINE void store_s8(int8_t* to, I16x a) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(a.v));
+#elif defined(__AVX2__)
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.low, a.high), 0xd8);
+    _mm_storeu_si128((__m128i*)to, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+#else
+    for (int i = 0; i < 16; ++i) to[i] = (int8_t)a.lane[i];
+#endif
 }
 
 // e^x for x <= 88; exactly 0 below -87.3 and for -inf; a nan stays one. Reduced to |r| <= ln(2)/2, then the Taylor
