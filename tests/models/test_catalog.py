@@ -1,14 +1,19 @@
 """What is said of models without loading them."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from kvire.cli.main import cli
 from kvire.cli.models import _rows
 from kvire.core.errors import ModelNotFoundError
-from kvire.models.catalog import describe, list_models
+from kvire.models.catalog import describe, list_models, unused_copies
+from kvire.models.loader import load_model
 from kvire.models.resolve import resolve
 
 from .tiny import make_tiny
@@ -98,3 +103,35 @@ def test_no_torch(tmp_path: Path) -> None:
         f"describe({str(folder)!r}); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_packed_copies_are_listed_and_removed_when_their_source_is_gone(tmp_path: Path) -> None:
+    gguf, folder = make_gguf(tmp_path / "tiny.gguf"), make_tiny("llama", tmp_path / "model")
+    float32, packed = resolve(str(gguf)), resolve(str(gguf), weights="file")
+    load_model(folder, weights="int8")
+    listed = {line.path: line for line in list_models() if line.path}
+    assert listed[float32].packed_bytes == 0 < listed[packed].packed_bytes
+    assert "packed from" in listed[packed].about and len(listed) == 3
+    assert unused_copies() == []
+    gguf.unlink()
+    assert set(unused_copies()) == {float32, packed}
+    shutil.rmtree(folder)
+    assert set(unused_copies()) == set(listed)
+    told = CliRunner().invoke(cli, ["models", "gc", "--dry-run"])
+    assert told.exit_code == 0 and told.output.count("would remove") == 3 and packed.is_dir()
+    removed = CliRunner().invoke(cli, ["models", "gc", "--json"])
+    assert removed.exit_code == 0 and {Path(each["path"]) for each in json.loads(removed.output)} == set(listed)
+    assert not any(path.exists() for path in listed)
+    assert "nothing to remove" in CliRunner().invoke(cli, ["models", "gc"]).output
+
+
+def test_a_copy_of_another_version_is_unused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = resolve(str(make_gguf(tmp_path / "tiny.gguf")), weights="file")
+    monkeypatch.setattr("kvire.models.gguf.convert.PACKER", 2)
+    assert unused_copies() == [folder]
+
+
+def test_a_packed_conversion_by_its_folder_says_what_to_name(tmp_path: Path) -> None:
+    folder = resolve(str(make_gguf(tmp_path / "tiny.gguf")), weights="file")
+    facts = describe(str(folder))
+    assert not facts.supported and "name the model or its GGUF instead" in facts.reason

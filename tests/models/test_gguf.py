@@ -142,7 +142,7 @@ def test_a_failed_conversion_cleans_up(tmp_path: Path, cache: Path) -> None:
 
 def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_gguf(tmp_path / "tiny.gguf")
-    monkeypatch.setattr("kvire.models.gguf.convert.shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    monkeypatch.setattr("kvire.models.made_once.shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 20))
     with pytest.raises(ConfigError, match=r"KVIRE_CACHE_DIR"):
         resolve(str(path))
 

@@ -31,6 +31,7 @@ MODELS = {
     "ls": Declared("kvire.cli.models", "ls"),
     "show": Declared("kvire.cli.models", "show"),
     "pull": Declared("kvire.cli.models", "pull"),
+    "gc": Declared("kvire.cli.models", "gc"),
 }
 MODELS_HELP = "List, fetch and describe models."
 BENCH_HELP = "Measure what the cache is worth: the same questions with their KV in each place, and nowhere."

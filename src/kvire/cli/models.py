@@ -2,8 +2,9 @@
 
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -11,8 +12,11 @@ from kvire.cli import options as opt
 from kvire.cli.display import LoadProgress
 from kvire.core.dtypes import KV_DTYPES
 from kvire.core.memory import format_size
-from kvire.models.catalog import ListedModel, ModelFacts, describe, list_models
+from kvire.models.catalog import ListedModel, ModelFacts, describe, list_models, unused_copies
+from kvire.models.made_once import remove_copy
 from kvire.models.resolve import resolve
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")]
 
 
 def ls(as_json: opt.Json = False) -> None:
@@ -21,12 +25,12 @@ def ls(as_json: opt.Json = False) -> None:
     if as_json:
         _print_json([asdict(model) for model in found])
         return
-    table = Table("name", "state", "size", "about")
+    table = Table("name", "state", "size", "packed", "about")
     for model in found:
         size = format_size(model.size_bytes) if model.size_bytes else ""
-        table.add_row(
-            model.name, _state(model), size, model.about if model.installed else f"{model.about}: {model.install}"
-        )
+        packed = format_size(model.packed_bytes) if model.packed_bytes else ""
+        about = model.about if model.installed else f"{model.about}: {model.install}"
+        table.add_row(model.name, _state(model), size, packed, about)
     Console().print(table)
 
 
@@ -47,6 +51,20 @@ def pull(model: opt.ModelName) -> None:
     with LoadProgress() as progress:
         path = resolve(model, progress=progress)
     print(path)
+
+
+def gc(dry_run: DryRun = False, as_json: opt.Json = False) -> None:
+    """Remove converted and packed copies without a source, or made by another version."""
+    found = [(folder, sum(file.stat().st_size for file in folder.iterdir())) for folder in unused_copies()]
+    for folder, _ in found if not dry_run else ():
+        remove_copy(folder)
+    if as_json:
+        _print_json([{"path": folder, "size_bytes": size, "removed": not dry_run} for folder, size in found])
+        return
+    for folder, size in found:
+        print(f"{'would remove' if dry_run else 'removed'} {folder} ({format_size(size)})")
+    if not found:
+        print("nothing to remove: every copy has its source, and was made by this version")
 
 
 def _state(model: ListedModel) -> str:

@@ -63,6 +63,15 @@ ENGINE: dict[str, tuple[Any, Any]] = {
         ),
         "paged",
     ),
+    "weights": (
+        _option(
+            str,
+            "Form of the weights in memory: float32; file (a GGUF's own blocks, 16-bit numbers as they are) or int8, "
+            "which take less and decode faster. auto is float32 today.",
+            _ENGINE,
+        ),
+        "auto",
+    ),
     "device": (_option(str, "Where model and pool live: auto (a GPU if there is one), cpu or cuda.", _ENGINE), "auto"),
 }
 # Options that matter only with many requests at once.

@@ -12,6 +12,7 @@ from kvire.core.memory import parse_size
 ATTENTION_KINDS = ("auto", "native", "portable")
 KV_CACHE_KINDS = ("paged", "contiguous", "off")
 DEVICES = ("auto", "cpu", "cuda")
+WEIGHTS = ("auto", "float32", "file", "int8")
 ADMISSIONS = ("all", "turn")
 GIB = 1 << 30
 
@@ -35,6 +36,9 @@ class EngineConfig:
     kv_cache: paged; contiguous reserves max_model_len per sequence and shares nothing; off
         recomputes every step. Both of these are there to be measured against.
     device: auto, cpu or cuda.
+    weights: form of the weights in memory: float32; file keeps a GGUF's blocks and 16-bit numbers
+        as they are; int8 keeps a scale for every 32 numbers of 16 or 32 bits. auto is float32
+        today.
     """
 
     kv_dtype: str = "float32"
@@ -49,12 +53,16 @@ class EngineConfig:
     deterministic: bool = False
     kv_cache: str = "paged"
     device: str = "auto"
+    weights: str = "auto"
 
     def __post_init__(self) -> None:
         _one_of("kv_dtype", self.kv_dtype, tuple(KV_DTYPES))
         _one_of("attention", self.attention, ATTENTION_KINDS)
         _one_of("kv_cache", self.kv_cache, KV_CACHE_KINDS)
         _one_of("device", self.device, DEVICES)
+        _one_of("weights", self.weights, WEIGHTS)
+        if self.keeps_packed and self.device == "cuda":
+            raise ConfigError(f"weights {self.weights!r} run on the CPU only; use weights='float32', or device='cpu'")
         if self.deterministic and self.kv_dtype != "float32":
             raise ConfigError(
                 f"deterministic mode promises the bits of a float32 computation, so its pool keeps float32, not "
@@ -76,6 +84,16 @@ class EngineConfig:
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
                 "every running sequence computes one token a step"
             )
+
+    @property
+    def keeps_packed(self) -> bool:
+        """Whether weights stay in another form than float32."""
+        return self.weights in {"file", "int8"}
+
+    @property
+    def weights_form(self) -> str:
+        """float32, file or int8."""
+        return self.weights if self.keeps_packed else "float32"
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Self:

@@ -47,7 +47,11 @@ def build_engine(
     device = choose_device(config)
     prepare(device)
     loaded = load_model(
-        resolve(name, progress=progress), name=name, max_model_len=config.max_model_len, progress=progress
+        resolve(name, weights=config.weights_form, progress=progress),
+        weights=config.weights_form,
+        name=name,
+        max_model_len=config.max_model_len,
+        progress=progress,
     )
     device = device_with_room(loaded.weights_bytes, device, config)
     loaded.model.to(device)
@@ -87,7 +91,8 @@ def build_engine(
 
 def numerics(config: EngineConfig, backend: PortableAttention, device: torch.device) -> str:
     """How this engine computes, as far as options and machine decide it."""
-    parts = ["float32", "deterministic" if config.deterministic else "", backend.name, device.type]
+    weights = f"weights={config.weights_form}" if config.keeps_packed else ""
+    parts = ["float32", weights, "deterministic" if config.deterministic else "", backend.name, device.type]
     if precision := matmul_precision(device.type):
         parts.append(f"matmul={precision}")
     return "/".join(filter(None, parts))
@@ -112,7 +117,7 @@ def computed_by(loaded: LoadedModel, bound: PagedModel | TiledModel, backend: Po
         without=("transformers.masking_utils",),  # it makes no masks for an attention that it does not know
     )
     parts = {"torch": torch.__version__, "code": code.current()[:DIGITS], "loaded": loaded.state_digest[:DIGITS]}
-    if backend.name.startswith("native"):
+    if backend.name.startswith("native") or loaded.form != "float32":
         parts["kernels"] = kernels_digest()[:DIGITS]
     return " ".join(f"{name} {value}" for name, value in parts.items())
 

@@ -65,6 +65,8 @@ def _needs_cpu(config: EngineConfig) -> str | None:
     """The option of `config` that works on the CPU only, and its remedy; None if there is none."""
     if config.attention == "native":
         return "attention='native' runs on the CPU only; use attention='auto' or 'portable', or device='cpu'"
+    if config.keeps_packed:
+        return f"weights={config.weights!r} run on the CPU only; use weights='float32', or device='cpu'"
     if config.deterministic:
         return "deterministic mode is proven on the CPU only; use device='cpu', or leave deterministic off"
     return None

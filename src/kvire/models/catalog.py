@@ -23,6 +23,7 @@ from kvire.models.gguf.header import GgufHeader
 from kvire.models.gguf.split import gguf_in
 from kvire.models.gguf.tokenizer import check_tokenizer
 from kvire.models.hub import find_in_hub, is_hub_id
+from kvire.weights.packed_file import PACKED, packed_folder_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class ListedModel:
         installed.
     path: the converted directory.
     install: command that installs it.
+    packed_bytes: of its packed weights in the cache folder, all forms together.
     """
 
     name: str
@@ -44,6 +46,7 @@ class ListedModel:
     path: Path | None = None
     about: str = ""
     install: str = ""
+    packed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +85,37 @@ class ModelFacts:
 
 
 def list_models() -> list[ListedModel]:
-    """The embedded models, installed or not, then all other GGUFs converted into the cache
-    folder.
+    """The embedded models, installed or not, then everything else that the cache folder has of
+    other GGUFs and directories.
     """
     lines = [_embedded_line(model) for model in EMBEDDED.values()]
     known = {line.path for line in lines}
     for folder, origin in converted_models():
-        if folder not in known and origin.get("name") not in EMBEDDED:
-            about = f"converted from {origin.get('source', 'a GGUF')}"
-            lines.append(ListedModel(folder.name, "gguf", True, True, _size_bytes(folder), folder, about))
+        if folder in known or origin.get("name") in EMBEDDED:
+            continue
+        is_packed = (folder / PACKED).is_file()
+        about = f"{'packed' if is_packed else 'converted'} from {origin.get('source', 'a GGUF')}"
+        packed_bytes = (folder / PACKED).stat().st_size if is_packed else 0
+        lines.append(
+            ListedModel(folder.name, "gguf", True, True, _size_bytes(folder), folder, about, packed_bytes=packed_bytes)
+        )
     return lines
+
+
+def unused_copies() -> list[Path]:
+    """Folders of the cache that no start would take: their source is gone, or another version of
+    Kvire made them.
+    """
+    return [folder for folder, origin in converted_models() if not _is_current(folder, origin)]
+
+
+def _is_current(folder: Path, origin: Mapping[str, str]) -> bool:
+    name, digest, weights = (origin.get(field, "") for field in ("name", "sha256", "weights"))
+    if not Path(origin.get("source", "")).exists():
+        return False
+    if (folder / "config.json").is_file():
+        return folder.name == converted_folder(GgufSource(name, (), digest), weights or "float32").name
+    return folder.name == packed_folder_name(name, digest, weights)
 
 
 def describe(name: str) -> ModelFacts:
@@ -122,6 +146,7 @@ def _embedded_line(model: EmbeddedModel) -> ListedModel:
         return ListedModel(model.name, "embedded", False, False, 0, None, model.about, model.install)
     folder = converted_folder(source)
     converted = folder.is_dir()
+    packed = [converted_folder(source, weights) / PACKED for weights in ("file", "int8")]
     return ListedModel(
         name=model.name,
         source="embedded",
@@ -131,11 +156,15 @@ def _embedded_line(model: EmbeddedModel) -> ListedModel:
         path=folder if converted else None,
         about=model.about,
         install=model.install,
+        packed_bytes=sum(path.stat().st_size for path in packed if path.is_file()),
     )
 
 
 def _of_directory(name: str, path: Path) -> ModelFacts:
     config = read_config(path)
+    if (path / PACKED).is_file():
+        reason = f"it holds packed weights alone: name the model or its GGUF instead, as in {name}"
+        return _refused(name, path, str(config.get("model_type", "unknown")), reason, (path / PACKED).stat().st_size)
     try:
         checkpoint = open_checkpoint(path)
         sizes = checkpoint.sizes()

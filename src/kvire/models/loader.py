@@ -23,10 +23,12 @@ from kvire.core.dtypes import compute_dtypes
 from kvire.core.errors import ConfigError, UnsupportedModelError
 from kvire.core.memory import available_bytes, format_size
 from kvire.core.spec import KVGroup
-from kvire.models.checkpoint import Checkpoint, open_checkpoint
+from kvire.models.checkpoint import Checkpoint, open_checkpoint, read_config
 from kvire.models.families import kv_groups, max_positions, need_output_matrix
 from kvire.models.fingerprint import config_digest, weights_digest
 from kvire.models.loaded_state import loaded_state
+from kvire.models.packed import form_of, packed_model
+from kvire.models.packed_cache import open_packed
 from kvire.models.progress import LateProgress, Progress, silent
 from kvire.models.resolve import model_name
 from kvire.models.rope import fix_longrope
@@ -48,6 +50,7 @@ class LoadedModel:
     weights_digest, config_digest: hex, see fingerprint.py.
     state_digest: hex, see loaded_state.py.
     weights_bytes: of the weights in memory.
+    form: of the matrices: float32, or packed forms such as "q4_1, q8_0".
     """
 
     name: str
@@ -62,12 +65,14 @@ class LoadedModel:
     config_digest: str
     state_digest: str
     weights_bytes: int
+    form: str = "float32"
 
 
 def load_model(
     path: Path,
     *,
     dtype: str = "float32",
+    weights: str = "float32",
     name: str | None = None,
     max_model_len: int | None = None,
     progress: Progress | None = None,
@@ -75,6 +80,7 @@ def load_model(
     """Load a directory from `resolve`.
 
     dtype: of computation, whatever the files are stored in.
+    weights: float32 (then in `dtype`), file or int8: see EngineConfig.
     name: for people, by default from `resolve.model_name`.
     max_model_len: tokens of the longest sequence that will run, by default the model's limit;
         LongRoPE factors depend on it.
@@ -85,31 +91,63 @@ def load_model(
     if dtype not in compute_dtypes():
         raise ConfigError(f"dtype must be one of {', '.join(compute_dtypes())}, got {dtype!r}")
     report = LateProgress(progress) if progress is not None else silent
-    checkpoint = open_checkpoint(path)
-    kv_groups(checkpoint.config)  # refuses before any class of the model is imported
+    kv_groups(read_config(path))  # refuses before any class of the model is imported
     config = _load_config(path)
     groups = kv_groups(config)
-    need_output_matrix(config, checkpoint.sizes())
     fix_longrope(config, max_model_len or max_positions(config))
     identity = config_digest(config.to_dict())
-    _need_memory(checkpoint, dtype)
-    weights, model = _load_as_digested(checkpoint, config, dtype, report)
-    _check_groups(model, groups)
+    in_memory = _load_float32 if weights == "float32" else _load_packed
+    loaded = in_memory(path, config, dtype if weights == "float32" else weights, report)
+    _check_groups(loaded.model, groups)
     tokenizer = _load_tokenizer(path)
     return LoadedModel(
         name=name or model_name(path),
         path=path,
-        model=model,
+        model=loaded.model,
         tokenizer=tokenizer,
         config=config,
         groups=groups,
         max_positions=max_positions(config),
         eos_token_ids=_eos_token_ids(path, config, tokenizer),
-        weights_digest=weights,
+        weights_digest=loaded.digest,
         config_digest=identity,
-        state_digest=loaded_state(model),
-        weights_bytes=sum(tensor.numel() * tensor.element_size() for tensor in model.parameters()),
+        state_digest=loaded_state(loaded.model),
+        weights_bytes=loaded.weights_bytes,
+        form=loaded.form,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _InMemory:
+    model: PreTrainedModel
+    digest: str
+    weights_bytes: int
+    form: str
+
+
+def _load_float32(path: Path, config: PreTrainedConfig, dtype: str, report: Progress) -> _InMemory:
+    """All weights as numbers of `dtype`."""
+    checkpoint = open_checkpoint(path)
+    need_output_matrix(config, checkpoint.sizes())
+    _need_memory(checkpoint, dtype)
+    digest, model = _load_as_digested(checkpoint, config, dtype, report)
+    return _InMemory(model, digest, _parameter_bytes(model), dtype)
+
+
+def _load_packed(path: Path, config: PreTrainedConfig, weights: str, report: Progress) -> _InMemory:
+    """Matrices as the file has them, or int8; packed now if they were not before."""
+
+    def loaded(checkpoint: Checkpoint) -> PreTrainedModel:
+        need_output_matrix(config, checkpoint.sizes())
+        return _load_model(path, config, "auto")
+
+    file = open_packed(path, weights, loaded, report)
+    model = packed_model(config, file)
+    return _InMemory(model, file.digest, file.nbytes, form_of(file))
+
+
+def _parameter_bytes(model: PreTrainedModel) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
 
 
 def _load_as_digested(
@@ -157,7 +195,7 @@ def _load_model(path: Path, config: PreTrainedConfig, dtype: str) -> PreTrainedM
         model, found = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
-            dtype=getattr(torch, dtype),
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,

@@ -9,11 +9,13 @@ from kvire.models.gguf.convert import convert, find_converted, gguf_file, read_o
 from kvire.models.gguf.split import gguf_in
 from kvire.models.hub import find_in_hub, is_hub_id
 from kvire.models.progress import LateProgress, Progress, silent
+from kvire.weights.packed_file import PACKED
 
 
-def resolve(name: str, *, progress: Progress | None = None) -> Path:
+def resolve(name: str, *, weights: str = "float32", progress: Progress | None = None) -> Path:
     """The directory of a model.
 
+    weights: form in which a GGUF is converted: float32, file or int8 (EngineConfig).
     name: a directory, a .gguf file or part of one, an embedded model, the folder of an earlier
         conversion (as `kvire models ls` names it), or a hub id org/name.
 
@@ -26,13 +28,13 @@ def resolve(name: str, *, progress: Progress | None = None) -> Path:
     report = LateProgress(progress) if progress is not None else silent
     path = Path(name).expanduser()
     if path.is_dir():
-        return (
-            open_checkpoint(path).path if (gguf := gguf_in(path)) is None else convert(gguf_file(gguf, report), report)
-        )
+        if (gguf := gguf_in(path)) is not None:
+            return convert(gguf_file(gguf, report), report, weights)
+        return path if (path / PACKED).is_file() else open_checkpoint(path).path
     if path.is_file():
-        return _from_file(path, report)
+        return _from_file(path, report, weights)
     if (embedded := EMBEDDED.get(name)) is not None:
-        return convert(find_embedded(embedded), report)
+        return convert(find_embedded(embedded), report, weights)
     if (folder := find_converted(name)) is not None:
         return folder
     if is_hub_id(name) and path.suffix != ".gguf":
@@ -53,10 +55,10 @@ def model_name(path: Path) -> str:
     return path.resolve().name
 
 
-def _from_file(path: Path, report: Progress) -> Path:
+def _from_file(path: Path, report: Progress, weights: str) -> Path:
     if path.suffix != ".gguf":
         raise ModelNotFoundError(f"{path} is a file, but no .gguf: pass the model's directory, or a GGUF")
-    return convert(gguf_file(path, report), report)
+    return convert(gguf_file(path, report), report, weights)
 
 
 def _nothing(name: str, path: Path) -> str:

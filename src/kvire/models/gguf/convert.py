@@ -1,27 +1,16 @@
-"""A GGUF becomes a transformers directory, once, in the user's cache folder.
+"""A GGUF becomes a transformers directory, once, in the user's cache folder (made_once.py).
 
-    models/<name>-<digest>/     complete: it was renamed into place in one step
-    models/.partial-<same>/     being written; left behind only by a process that was killed
-    models/.lock-<same>         held (flock) by the writer; the kernel frees it when it dies
-
-Two processes at once: one converts, the other waits for the lock and finds the result. A partial
-folder whose lock is free is garbage, and the next conversion removes it.
+Its weights are float32 there, or packed in the file's own form.
 """
 
-import fcntl
 import json
 import re
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
-from safetensors import SafetensorError
-
-from kvire.core.cache_folder import models_folder, sync_folder, sync_tree, write_json
-from kvire.core.errors import ConfigError, ModelNotFoundError
-from kvire.core.memory import format_size
+from kvire.core.cache_folder import models_folder, write_json
+from kvire.core.errors import ModelNotFoundError
 from kvire.models.embedded import GgufSource
 from kvire.models.families import kv_groups
 from kvire.models.fingerprint import CHUNK_BYTES, file_digest
@@ -29,12 +18,13 @@ from kvire.models.gguf.config import ConfigFields, config_from_gguf
 from kvire.models.gguf.header import GgufHeader
 from kvire.models.gguf.split import gguf_name, gguf_parts
 from kvire.models.gguf.tokenizer import check_tokenizer, tokenizer_from_gguf
-from kvire.models.gguf.weights import converted_bytes, tensor_places, write_weights
+from kvire.models.gguf.weights import converted_bytes, packed_tensors, tensor_places, write_weights
+from kvire.models.made_once import make_once, need_room
 from kvire.models.progress import Progress, silent
+from kvire.weights.packed_file import PACKED, PACKER, need_kernels, write_packed
 
 CONVERTER = 2  # raise it when the result of a conversion changes: older results are then left aside
 ORIGIN = "kvire.json"  # in a converted directory: where it came from
-SPARE_BYTES = 64 << 20  # tokenizer, config and overhead of the file system
 
 
 def gguf_file(path: Path, progress: Progress = silent) -> GgufSource:
@@ -49,50 +39,28 @@ def _digest(files: tuple[Path, ...], progress: Progress) -> str:
     return digests[0] if len(digests) == 1 else sha256(" ".join(digests).encode()).hexdigest()
 
 
-def converted_folder(source: GgufSource) -> Path:
+def converted_folder(source: GgufSource, weights: str = "float32") -> Path:
     """Path of the converted model, existing or not.
 
-    Its name holds the digest of content and converter.
+    Its name holds the digest of content, converter and form of the weights.
     """
-    digest = sha256(f"kvire gguf {CONVERTER} {source.sha256}".encode()).hexdigest()
+    form = "" if weights == "float32" else f" {weights} {PACKER}"
+    digest = sha256(f"kvire gguf {CONVERTER} {source.sha256}{form}".encode()).hexdigest()
     return models_folder() / f"{source.name}-{digest[:16]}"
 
 
-def convert(source: GgufSource, progress: Progress = silent) -> Path:
+def convert(source: GgufSource, progress: Progress = silent, weights: str = "float32") -> Path:
     """The converted directory; made now if it does not exist.
+
+    weights: float32, file or int8, see EngineConfig.
 
     Raises UnsupportedModelError for unsupported models (before any weight is read), ConfigError if
     the cache folder has no room, ModelNotFoundError if the file has an unexpected digest.
     """
-    target = converted_folder(source)
-    if target.is_dir():
-        return target
-    try:
-        return _convert_into(target, source, progress)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"converting {source.name} into {target.parent} failed: {error}. If that folder cannot be written or is "
-            "full, set KVIRE_CACHE_DIR to another."
-        ) from error
-
-
-def _convert_into(target: Path, source: GgufSource, progress: Progress) -> Path:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_rubbish(target.parent)
-    with _only_writer(target, progress):
-        if target.is_dir():  # someone else finished it while we waited
-            return target
-        partial = _partial(target)
-        shutil.rmtree(partial, ignore_errors=True)
-        try:
-            partial.mkdir()
-            _write_model(source, partial, progress)
-            sync_tree(partial)
-            partial.rename(target)
-            sync_folder(target.parent)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    return target
+    if weights != "float32":
+        need_kernels()
+    target = converted_folder(source, weights)
+    return make_once(target, lambda folder: _write_model(source, folder, weights, progress), progress)
 
 
 def converted_models() -> Iterator[tuple[Path, dict[str, str]]]:
@@ -118,7 +86,7 @@ def find_converted(name: str) -> Path | None:
     return next((folder for folder, _ in converted_models() if folder.name == name), None)
 
 
-def _write_model(source: GgufSource, folder: Path, progress: Progress) -> None:
+def _write_model(source: GgufSource, folder: Path, weights: str, progress: Progress) -> None:
     """Fill `folder` with config, tokenizer and weights.
 
     Steps that may refuse the model come before long ones.
@@ -130,8 +98,13 @@ def _write_model(source: GgufSource, folder: Path, progress: Progress) -> None:
     kv_groups(config)  # refuses families
     check_tokenizer(header)
     places = tensor_places(config, header)
-    _need_room(folder, converted_bytes(places, header))
-    write_weights(folder, config, header, places, progress)
+    if weights == "float32":
+        need_room(folder, converted_bytes(places, header))
+        write_weights(folder, config, header, places, progress)
+    else:
+        need_room(folder, 2 * source.size_bytes)
+        tensors = packed_tensors(config, header, places, progress, int8=weights == "int8")
+        write_packed(folder / PACKED, source.sha256, tensors)
     progress("building the tokenizer", 0, 1)
     tokenizer_from_gguf(files[0], header).save_pretrained(folder)
     _write_configs(folder, config)
@@ -140,6 +113,7 @@ def _write_model(source: GgufSource, folder: Path, progress: Progress) -> None:
         "source": str(source.files[0]),
         "sha256": source.sha256,
         "converter": CONVERTER,
+        "weights": weights,
     }
     write_json(folder / ORIGIN, origin)
     header.close()
@@ -152,7 +126,7 @@ def _whole_files(source: GgufSource, folder: Path, progress: Progress) -> tuple[
     if source.split or len(source.files) == 1:
         files, digest = source.files, _digest(source.files, progress)
     else:
-        _need_room(folder, source.size_bytes)
+        need_room(folder, source.size_bytes)
         files = (folder / "joined.gguf",)
         digest = _join(source, files[0], progress)
     if digest != source.sha256:
@@ -181,46 +155,3 @@ def _write_configs(folder: Path, config: ConfigFields) -> None:
     write_json(folder / "config.json", config)
     special = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     write_json(folder / "generation_config.json", {k: v for k, v in special.items() if v is not None})
-
-
-def _need_room(folder: Path, size_bytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if size_bytes + SPARE_BYTES > free:
-        raise ConfigError(
-            f"converting needs {format_size(size_bytes + SPARE_BYTES)} in {folder.parent}, and {format_size(free)} "
-            "are free. Make room, or set KVIRE_CACHE_DIR to a folder on another disk."
-        )
-
-
-def _partial(target: Path) -> Path:
-    return target.parent / f".partial-{target.name}"
-
-
-def _lock_file(target: Path) -> Path:
-    return target.parent / f".lock-{target.name}"
-
-
-@contextmanager
-def _only_writer(target: Path, progress: Progress) -> Iterator[None]:
-    """Hold the target's lock.
-
-    The file stays: removing it would let two processes hold two locks.
-    """
-    with _lock_file(target).open("ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress(f"another process is converting {target.name}: waiting", 0, 1)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _remove_rubbish(folder: Path) -> None:
-    """Delete partial folders of ended writers."""
-    for partial in folder.glob(".partial-*"):
-        with (folder / f".lock-{partial.name.removeprefix('.partial-')}").open("ab") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue  # its writer lives
-            shutil.rmtree(partial, ignore_errors=True)

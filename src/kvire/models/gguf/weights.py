@@ -1,14 +1,17 @@
-"""The tensors of a GGUF, one by one: dequantised, named and laid out for the transformers class.
+"""The tensors of a GGUF, one by one: named and laid out for the transformers class.
 
-Everything is kept in float32, so the numbers are exactly those of the GGUF. Every tensor of the
+Dequantised they are kept in float32, packed in their own form, so the numbers are exactly those of
+the GGUF. Every tensor of the
 file must have a place in the model and every parameter of the model a tensor of its shape: a file
 with more or less is another model.
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -20,6 +23,10 @@ from kvire.models.checkpoint import INDEX, SINGLE
 from kvire.models.gguf.config import ConfigFields
 from kvire.models.gguf.header import GgufHeader
 from kvire.models.progress import Progress
+from kvire.weights.forms import FORMS, INT8, padded_width, quantise_to_int8
+from kvire.weights.packed_file import SourceTensor
+
+log = logging.getLogger(__name__)
 
 Array = npt.NDArray[np.float32]
 Places = dict[str, str]  # parameter of the transformers class -> tensor of the GGUF
@@ -78,6 +85,34 @@ def write_weights(folder: Path, config: ConfigFields, header: GgufHeader, places
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
 
 
+def packed_tensors(
+    config: ConfigFields, header: GgufHeader, places: Places, progress: Progress, *, int8: bool
+) -> Iterator[SourceTensor]:
+    """Every tensor as the file has it; matrices without kernels for their form become int8.
+
+    int8: so do matrices of 16 and 32 bits.
+    """
+    undo = _layout(config, header)
+    for done, (parameter, tensor) in enumerate(places.items(), start=1):
+        shape, form = header.shape(tensor), FORMS.get(header.tensors[tensor].tensor_type.name.lower())
+        if len(shape) != 2:
+            values = undo(tensor, _values(tensor, header))
+            yield SourceTensor(parameter, FORMS["f32"], shape, values.view(np.uint8))
+        elif form is None or (int8 and form.block_inputs == 1 and not parameter.endswith("embed_tokens.weight")):
+            if form is None:
+                log.warning(
+                    "%s is stored as %s, which no kernel reads: it is kept as int8 with a scale for every 32 numbers",
+                    tensor,
+                    header.tensors[tensor].tensor_type.name,
+                )
+            rows = quantise_to_int8(undo(tensor, _values(tensor, header)))
+            yield SourceTensor(parameter, INT8, (shape[0], padded_width(shape[1])), rows)
+        else:
+            rows = np.ascontiguousarray(header.tensors[tensor].data).view(np.uint8).reshape(shape[0], -1)
+            yield SourceTensor(parameter, form, shape, undo(tensor, rows))
+        progress("packing the weights", done, len(places))
+
+
 def _parameters(config: ConfigFields) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter of the transformers class, built without memory."""
     import torch  # noqa: PLC0415 - seconds, and only conversion needs it
@@ -114,8 +149,11 @@ def _values(tensor: str, header: GgufHeader) -> Array:
     return array
 
 
-def _layout(config: ConfigFields, header: GgufHeader) -> Callable[[str, Array], Array]:
-    """Undo the layout changes of llama.cpp's converter (convert_hf_to_gguf.py)."""
+def _layout(config: ConfigFields, header: GgufHeader) -> Callable[[str, Any], Any]:
+    """Undo the layout changes of llama.cpp's converter (convert_hf_to_gguf.py).
+
+    Of numbers, or of rows of blocks: only whole rows of a matrix move.
+    """
     if header.architecture == "llama":
         return lambda tensor, array: _unpermuted(tensor, array, config)
     if header.architecture == "gemma3":
@@ -123,7 +161,7 @@ def _layout(config: ConfigFields, header: GgufHeader) -> Callable[[str, Array], 
     return lambda _, array: array
 
 
-def _unpermuted(tensor: str, array: Array, config: ConfigFields) -> Array:
+def _unpermuted(tensor: str, array: npt.NDArray[Any], config: ConfigFields) -> npt.NDArray[Any]:
     """Rows of Q and K from interleaved pairs back to the halves that transformers rotates.
 
     All other tensors unchanged.

@@ -65,6 +65,17 @@ void unpack(const PackedWeights& weights, Address to, int64_t begin, int64_t end
     });
 }
 
+void unpack_rows_at(const PackedWeights& weights, Address ids, int64_t count, Address to, int threads) {
+    const auto* const rows = reinterpret_cast<const int64_t*>(ids);
+    require(count >= 0 && threads >= 1, "threads: at least 1");
+    for (int64_t i = 0; i < count; ++i)
+        if (rows[i] < 0 || rows[i] >= weights.outputs) throw std::out_of_range("no row " + std::to_string(rows[i]));
+    const GilReleased released;
+    parallel_for(count, threads, [&](int64_t i, int) {
+        unpack_row(weights, rows[i], reinterpret_cast<float*>(to) + i * weights.width);
+    });
+}
+
 // Memory that the next call uses again: a step makes hundreds.
 char* scratch(int64_t bytes) {
     thread_local std::vector<char> memory;
@@ -79,7 +90,7 @@ void product(const PackedWeights& weights, const LinearKernels& kernels, const f
     QuantisedRows quantised{};
     if (!is_float) {
         quantised = QuantisedRows::at(scratch(QuantisedRows::bytes(rows, weights.width)), rows, weights.width);
-        constexpr int64_t together = 4;
+        constexpr int64_t together = 8;  // fewer are not worth waking a thread
         parallel_for((rows + together - 1) / together, threads, [&](int64_t task, int) {
             for (int64_t row = task * together; row < rows && row < (task + 1) * together; ++row) {
                 const int64_t at = row * quantised.groups();
@@ -123,6 +134,8 @@ void bind_linear(nb::module_& m) {
           nb::arg("packed"), nb::arg("threads"), "Rows in the file's own blocks into the packed order.");
     m.def("unpack_weights", unpack, nb::arg("weights"), nb::arg("to"), nb::arg("begin"), nb::arg("end"),
           nb::arg("threads"), "The exact float32 weights of outputs begin .. end - 1: [end - begin, width].");
+    m.def("unpack_rows", unpack_rows_at, nb::arg("weights"), nb::arg("ids"), nb::arg("count"), nb::arg("to"),
+          nb::arg("threads"), "The exact float32 rows of int64 ids: [count, width]; IndexError before any is written.");
     m.def("packed_linear", linear_at, nb::arg("weights"), nb::arg("x"), nb::arg("rows"), nb::arg("bias"),
           nb::arg("out"), nb::arg("threads"), nb::arg("isa") = "",
           "float32 out [rows, outputs] = x [rows, width] times packed weights, plus bias (an address, or 0).");
