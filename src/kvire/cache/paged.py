@@ -3,7 +3,8 @@
 A slab is [layer][K: token, head, key_width | V: token, head, value_width], so that moving a block
 anywhere is one copy. Attention reads one layer of many slabs through strided views. In a pool of a
 scaled dtype (int8) K is followed by its scales, float32 [token, head] at a multiple of four bytes,
-and V by its own.
+and V by its own. In the layout "heads" K lies [head, key_width, token], V [head, token,
+value_width], scales [head, token]; the views have the same dimensions, and other strides.
 """
 
 import mmap
@@ -46,17 +47,19 @@ class PagedKV:
             self.group_of |= dict.fromkeys(group.layers, g)
             start = 0
             for layer in group.layers:
-                for rows, scales, width in (
-                    (self._k, self._k_scales, group.key_width),
-                    (self._v, self._v_scales, group.value_width),
+                for rows, scales, width, order in (
+                    (self._k, self._k_scales, group.key_width, _K_ORDER),
+                    (self._v, self._v_scales, group.value_width, _V_ORDER),
                 ):
                     stop = start + spec.block_size * group.kv_heads * width
-                    rows[layer] = _heads(slab[:, start:stop], spec.block_size, group.kv_heads)
+                    shape = (spec.block_size, group.kv_heads, width)
+                    rows[layer] = _by_tokens(slab[:, start:stop], shape, order[spec.layout])
                     start += spec.rows_bytes(group, width) // self.dtype.itemsize
                     if scale_bytes := spec.scales_bytes(group):
                         stop = start + scale_bytes // self.dtype.itemsize
                         part = slab[:, start:stop].view(torch.float32)
-                        scales[layer] = part.view(-1, spec.block_size, group.kv_heads)
+                        shape = (spec.block_size, group.kv_heads, 1)
+                        scales[layer] = _by_tokens(part, shape, _V_ORDER[spec.layout])[..., 0]
                         start = stop
 
     def close(self) -> None:
@@ -131,8 +134,17 @@ class PagedKV:
         self.slabs[group][target].copy_(self.slabs[group][source])
 
 
-def _heads(part: Tensor, block_size: int, heads: int) -> Tensor:
-    return part.view(part.shape[0], block_size, heads, -1)
+# Which of token, head, width (0, 1, 2) comes first, second and last in memory.
+_K_ORDER = {"tokens": (0, 1, 2), "heads": (1, 2, 0)}
+_V_ORDER = {"tokens": (0, 1, 2), "heads": (1, 0, 2)}
+
+
+def _by_tokens(part: Tensor, shape: tuple[int, int, int], order: tuple[int, ...]) -> Tensor:
+    """[blocks, token, head, width] of memory [blocks, numbers] in another order of the last
+    three.
+    """
+    stored = part.view(part.shape[0], *(shape[i] for i in order))
+    return stored.permute(0, *(1 + order.index(i) for i in range(3)))
 
 
 def _store(x: Tensor, rows: Tensor, scales: Tensor | None, at: tuple[Tensor, Tensor]) -> None:

@@ -5,6 +5,10 @@ from enum import StrEnum
 
 from kvire.core.dtypes import KV_DTYPES
 
+# How K, V and their scales lie in a block. tokens: [token, head, width] and [token, head]. heads: K
+# [head, width, token], V [head, token, width] and scales [head, token], as the native step reads them.
+LAYOUTS = ("tokens", "heads")
+
 
 def first_needed(window: int | None, position: int, block_size: int) -> int:
     """Index of the first block that the token at `position`, or any later one, looks at.
@@ -56,14 +60,17 @@ class KVSpec:
 
     dtype: a key of KV_DTYPES.
     block_size: in tokens.
+    layout: order of a layer's numbers in a block, a key of LAYOUTS.
     """
 
     groups: tuple[KVGroup, ...]
     dtype: str = "float32"
     block_size: int = 16
+    layout: str = "tokens"
 
     def __post_init__(self) -> None:
         assert self.groups and self.block_size > 0
+        assert self.layout in LAYOUTS, self.layout
         assert self.dtype in KV_DTYPES, self.dtype
 
     def block_bytes(self, group: int) -> int:

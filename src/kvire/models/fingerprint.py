@@ -52,13 +52,17 @@ def config_digest(config: Mapping[str, Any]) -> str:
     return sha256(field("kvire", b"config") + field("json", text.encode())).hexdigest()
 
 
-def spec_text(groups: Sequence[KVGroup]) -> str:
-    """The shape of a block as text, the same in every process: part of the namespace."""
+def spec_text(groups: Sequence[KVGroup], layout: str = "tokens") -> str:
+    """The shape of a block as text, the same in every process: part of the namespace.
+
+    layout: of its numbers; the usual one is not named, so that keys of earlier versions hold.
+    """
+    order = "" if layout == "tokens" else f" layout={layout}"
     return ";".join(
         group_text(
             group.kind.value,
             ",".join(map(str, group.layers)),
-            f"heads={group.kv_heads} k={group.key_width} v={group.value_width}",
+            f"heads={group.kv_heads} k={group.key_width} v={group.value_width}{order}",
             group.window,
         )
         for group in groups

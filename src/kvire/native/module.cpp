@@ -207,4 +207,5 @@ NB_MODULE(_native, m) {
 
     step::bind_isa(m);
     step::bind_linear(m);
+    step::bind_attention(m);
 }

@@ -17,6 +17,7 @@
 #endif
 
 #define KVIRE_STEP_INLINE static inline __attribute__((always_inline))
+#define KVIRE_STEP_INLINE_MEMBER inline __attribute__((always_inline))
 
 namespace kvire {
 namespace step {
@@ -349,6 +350,20 @@ KVIRE_STEP_INLINE F16x exponential(F16x x) {
     series = fma(series, r, broadcast(1.0f));
     const F16x power = floats_of_bits(shift_left<23>(bits_of(shifted)) + integers(0x3f800000));
     return where_less(x, broadcast(-87.3f), zeros(), series * power);
+}
+
+// tanh x: series up to x^9 near 0, where 1 - 2 / (e^2x + 1) would cancel, that formula elsewhere.
+KVIRE_STEP_INLINE F16x hyperbolic_tangent(F16x x) {
+    const F16x limit = broadcast(10.0f), one = broadcast(1.0f);  // tanh(10) is 1 in float
+    const F16x clamped = smaller(larger(x, negative(limit)), limit);
+    const F16x far = one - broadcast(2.0f) / (exponential(clamped + clamped) + one);
+    const F16x square = x * x;
+    F16x near = broadcast(62.0f / 2835);
+    near = fma(near, square, broadcast(-17.0f / 315));
+    near = fma(near, square, broadcast(2.0f / 15));
+    near = fma(near, square, broadcast(-1.0f / 3));
+    near = fma(near * square, x, x);
+    return where_less(square, broadcast(0.0625f), near, far);
 }
 
 }  // namespace KVIRE_ISA_NAMESPACE
