@@ -1,6 +1,7 @@
 """Attention of the native step: the bits of the book, the same for a token prefilled or decoded."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -118,7 +119,7 @@ def step(paged: PagedKV, parts: list[tuple[Text, int, int]], *, isa: str = "", t
         threads,
         isa=isa,
     )
-    return [out[a:b] for a, b in zip(begin, begin[1:], strict=False)]
+    return [out[a:b] for a, b in pairwise(begin)]
 
 
 def portable(paged: PagedKV, text: Text, start: int, end: int) -> Array:

@@ -6,7 +6,8 @@ from enum import StrEnum
 from kvire.core.dtypes import KV_DTYPES
 
 # How K, V and their scales lie in a block. tokens: [token, head, width] and [token, head]. heads: K
-# [head, width, token], V [head, token, width] and scales [head, token], as the native step reads them.
+# [head, width, token], V [head, token, width] and scales [head, token], as the native step reads
+# them.
 LAYOUTS = ("tokens", "heads")
 
 
