@@ -322,3 +322,56 @@ def test_both_layouts_hold_the_same_numbers(dtype: str) -> None:
     other.write(0, torch.from_numpy(text.k), torch.from_numpy(text.v), slots)
     for a, b in zip(by_heads.gather(0, blocks, 60), other.gather(0, blocks, 60), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_later_tokens_are_not_read(name: str, isa: str) -> None:
+    """What a later token of the step holds, even inf and nan, leaves earlier rows alone."""
+    shape = SHAPES[name]
+    calm, wild = (Text(shape, 90, table_of(90, shape.block_size, blocks=256)) for _ in range(2))
+    for of in (wild.k, wild.v):
+        of[50:55], of[55:] = np.inf, np.nan
+    [expected], [found] = (step(shape.pool(256), [(text, 0, 90)], isa=isa) for text in (calm, wild))
+    same(found[:50], expected[:50])
+    assert np.isnan(found[55:]).any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_score_that_is_nan_is_not_hidden(isa: str, softcap: float | None) -> None:
+    shape = Shape(softcap=softcap)
+    text = Text(shape, 70, table_of(70, 16))
+    text.k[20] = np.nan
+    [found] = step(shape.pool(), [(text, 0, 70)], isa=isa)
+    assert np.isfinite(found[:20]).all()
+    assert np.isnan(found[20:]).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_row_whose_scores_are_all_minus_infinity_is_nan(isa: str) -> None:
+    shape = Shape(dtype="float32")
+    text = Text(shape, 70, table_of(70, 16))
+    text.q[:] = np.abs(text.q)
+    text.k[:] = -np.inf
+    [found] = step(shape.pool(), [(text, 0, 70)], isa=isa)
+    assert np.isnan(found).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+@pytest.mark.parametrize("block_size", [5, 16])
+def test_tables_before_a_window_may_be_stale(block_size: int, dtype: str) -> None:
+    shape, length = Shape(window=20, block_size=block_size, dtype=dtype), 200
+    text = Text(shape, length, table_of(length, block_size, blocks=256))
+    paged = shape.pool(256)
+    step(paged, [(text, 0, length - 4)])
+    expected = [step(paged, [(text, start, length)])[0] for start in (length - 4, length - 1)]
+    text.table[: (length - 4 - 19) // block_size] = [2**30] * ((length - 4 - 19) // block_size)
+    for start, rows in zip((length - 4, length - 1), expected, strict=True):
+        same(step(paged, [(text, start, length)])[0], rows)
+
+
+def test_keys_too_wide_are_refused() -> None:
+    shape = Shape(heads=1, group=1, key_width=1025)
+    with pytest.raises(ValueError, match="at most 1024"):
+        step(shape.pool(2), [(Text(shape, 1, [0]), 0, 1)])

@@ -52,7 +52,8 @@ const AttentionKernels& attention_kernels() { return KVIRE_STEP_TABLE(attention_
 void check_step(const StepLayer& layer, const StepSequences& sequences, const StepTables& tables) {
     if (layer.query_heads < 1 || layer.query_heads % layer.pool.heads)
         throw std::invalid_argument("query heads must be a multiple of the layer's KV heads");
-    if (layer.pool.value_width > 1024) throw std::invalid_argument("a value has at most 1024 numbers");
+    if (layer.pool.key_width > kWidest || layer.pool.value_width > kWidest)
+        throw std::invalid_argument("a key or value has at most 1024 numbers");
     check_slots(layer.pool, tables.slots, sequences.row_begin[sequences.count]);
     for (int64_t s = 0; s < sequences.count; ++s) {
         const int64_t rows = sequences.row_begin[s + 1] - sequences.row_begin[s], length = sequences.context_lens[s];
@@ -92,7 +93,7 @@ AttentionPlan::AttentionPlan(const StepSequences& sequences, int64_t heads, int6
     }
     // The last rows of a prompt see most.
     std::stable_sort(attends.begin(), attends.end(), [](const AttendTask& a, const AttendTask& b) {
-        return a.rows > 1 && b.rows > 1 && a.first_row + a.rows > b.first_row + b.rows;
+        return a.first_row + a.rows > b.first_row + b.rows;
     });
 }
 
@@ -117,7 +118,7 @@ int64_t AttentionWork::partial_floats(const AttentionPlan& plan, int64_t value_w
 void AttentionWork::write(const StepLayer& layer, const StepTables& tables, Rows k, Rows v, int64_t begin, int64_t end) {
     const PagedLayer& pool = layer.pool;
     const int64_t bytes = element_bytes(pool.dtype);
-    char encoded[4 * 1024];
+    char encoded[sizeof(float) * kWidest];
     for (int64_t row = begin; row < end; ++row) {
         const int64_t block = tables.slots[row] / pool.block_size, at = tables.slots[row] % pool.block_size;
         for (int64_t head = 0; head < pool.heads; ++head) {
@@ -136,11 +137,11 @@ void AttentionWork::write(const StepLayer& layer, const StepTables& tables, Rows
     }
 }
 
-void AttentionWork::pack(const AttendTask& task, int64_t piece, int64_t end, float* k, float* v) const {
+void AttentionWork::pack(const AttendTask& task, int64_t piece, int64_t seen, int64_t end, float* k, float* v) const {
     const PagedLayer& pool = layer_.pool;
     const int32_t* const table = tables_.block_tables + task.sequence * tables_.stride;
     const int64_t bytes = element_bytes(pool.dtype);
-    for (int64_t position = piece * kPiece; position < end;) {
+    for (int64_t position = std::max(piece * kPiece, seen); position < end;) {
         const int64_t block = table[position / pool.block_size], first = position % pool.block_size;
         const int64_t count = std::min(pool.block_size - first, end - position), at = position - piece * kPiece;
         const int64_t scale = task.head * pool.block_size;
@@ -154,7 +155,7 @@ void AttentionWork::pack(const AttendTask& task, int64_t piece, int64_t end, flo
     }
 }
 
-void AttentionWork::locate(const AttendTask& task, int64_t piece, int64_t end, PieceInPool& at) const {
+void AttentionWork::locate(const AttendTask& task, int64_t piece, int64_t seen, int64_t end, PieceInPool& at) const {
     const PagedLayer& pool = layer_.pool;
     const int32_t* const table = tables_.block_tables + task.sequence * tables_.stride;
     const int64_t bytes = element_bytes(pool.dtype), begin = piece * kPiece;
@@ -169,7 +170,8 @@ void AttentionWork::locate(const AttendTask& task, int64_t piece, int64_t end, P
     };
     at.vectors = std::min<int64_t>(kPiece / kLanes, (end - begin + kLanes - 1) / kLanes);
     for (int64_t i = 0; i < kPiece / kLanes; ++i) {
-        if (i < at.vectors) place(begin + i * kLanes, at.k[i], at.v[i], i, true);
+        // Sixteen positions that no row sees may have no block: the first that have stand for them.
+        if (i < at.vectors) place(std::max(begin + i * kLanes, seen / kLanes * kLanes), at.k[i], at.v[i], i, true);
         const int64_t next = begin + kPiece + i * kLanes;
         if (next < end) place(next, at.next_k[i], at.next_v[i], i, false);
         else at.next_k[i] = at.k[0], at.next_v[i] = at.v[0];  // read already
@@ -207,7 +209,7 @@ void AttentionWork::attend(const AttendTask& task, int worker) const {
     Sums sums{scratch.largest, scratch.weight, scratch.values, value_floats_};
     for (int64_t piece = begin; piece < end; ++piece) {
         const int64_t from = piece * kPiece;
-        if (!in_pool) pack(task, piece, std::min(from + kPiece, last + 1), scratch.k, scratch.v);
+        if (!in_pool) pack(task, piece, first_seen(first, layer_.window), std::min(from + kPiece, last + 1), scratch.k, scratch.v);
         for (int64_t t = 0; t < task.rows; ++t) {
             const int64_t low = std::max<int64_t>(0, first_seen(first + t, layer_.window) - from);
             const int64_t high = std::min<int64_t>(kPiece, first + t + 1 - from);
@@ -222,7 +224,7 @@ void AttentionWork::attend(const AttendTask& task, int worker) const {
         }
         const bool is_first = is_partial || piece == begin;
         if (in_pool) {
-            locate(task, piece, last + 1, few);
+            locate(task, piece, first_seen(first, layer_.window), last + 1, few);
             kernels_.attend_in_pool(few, sums, is_first);
         } else {
             kernels_.attend(piece_rows, sums, is_first);

@@ -15,6 +15,7 @@ namespace kvire {
 namespace step {
 
 constexpr int64_t kPiece = 64;      // positions with a largest score and sums of their own, from multiples of it on
+constexpr int64_t kWidest = 1024;   // numbers of a key or value, at most
 constexpr int64_t kTaskRows = 96;   // query rows of one prefill task: a piece of KV is converted once for them
 
 // One layer of a pool, and how its queries meet it.
@@ -92,8 +93,9 @@ class AttentionWork {
     void merge(const MergeTask& task) const;
 
   private:
-    void pack(const AttendTask& task, int64_t piece, int64_t end, float* k, float* v) const;
-    void locate(const AttendTask& task, int64_t piece, int64_t end, PieceInPool& at) const;
+    // seen: the first position that a row of the task sees; a block table says nothing of those before.
+    void pack(const AttendTask& task, int64_t piece, int64_t seen, int64_t end, float* k, float* v) const;
+    void locate(const AttendTask& task, int64_t piece, int64_t seen, int64_t end, PieceInPool& at) const;
 
     const StepLayer& layer_;
     const StepSequences& sequences_;

@@ -126,16 +126,54 @@ KVIRE_STEP_INLINE void weigh(float* scores, int32_t low, int32_t high, float sof
     *weight = sum(total);
 }
 
+// The positions that a tile's rows see: from begin to end by any row, from all_begin to all_end by all that see some.
+struct Seen {
+    const int32_t *low, *high;  // of each row
+    int64_t begin, end, all_begin, all_end;
+};
+
+Seen seen_by(const int32_t* low, const int32_t* high, int rows) {
+    Seen seen{low, high, kPiece, 0, 0, kPiece};
+    for (int r = 0; r < rows; ++r) {
+        if (low[r] >= high[r]) continue;
+        seen.begin = low[r] < seen.begin ? low[r] : seen.begin;
+        seen.end = high[r] > seen.end ? high[r] : seen.end;
+        seen.all_begin = low[r] > seen.all_begin ? low[r] : seen.all_begin;
+        seen.all_end = high[r] < seen.all_end ? high[r] : seen.all_end;
+    }
+    if (seen.all_begin >= seen.all_end) seen.all_begin = seen.all_end = seen.end;
+    return seen;
+}
+
+// Positions that only some rows see. A product with the weight of the others, 0, could be nan, or turn -0 into 0.
+template <int R, int W, class Values>
+KVIRE_STEP_INLINE void add_to_some(const Values& v, int64_t first, const float* weights, const Seen& seen, int64_t begin,
+                                   int64_t end, F16x (*y)[W]) {
+    for (int64_t t = begin; t < end; ++t) {
+        F16x column[W];
+#pragma GCC unroll 4
+        for (int w = 0; w < W; ++w) column[w] = v.at(t, first + w);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            if (t < seen.low[r] || t >= seen.high[r]) continue;
+            const F16x each = broadcast(weights[r * kPiece + t]);
+#pragma GCC unroll 4
+            for (int w = 0; w < W; ++w) y[r][w] = fma(each, column[w], y[r][w]);
+        }
+    }
+}
+
 // values[r] = the sum of weights times v, positions ascending.
 template <int R, int W, class Values>
-KVIRE_STEP_INLINE void add_columns(const Values& v, int64_t first, const float* weights, int64_t begin, int64_t end,
-                                   float* values, int64_t stride) {
+KVIRE_STEP_INLINE void add_columns(const Values& v, int64_t first, const float* weights, const Seen& seen, float* values,
+                                   int64_t stride) {
     F16x y[R][W];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
         for (int w = 0; w < W; ++w) y[r][w] = zeros();
-    for (int64_t t = begin; t < end; ++t) {
+    if constexpr (R > 1) add_to_some<R, W>(v, first, weights, seen, seen.begin, seen.all_begin, y);
+    for (int64_t t = seen.all_begin; t < seen.all_end; ++t) {
         if (first == 0) v.prefetch(t);
         F16x column[W];
 #pragma GCC unroll 4
@@ -147,6 +185,7 @@ KVIRE_STEP_INLINE void add_columns(const Values& v, int64_t first, const float* 
             for (int w = 0; w < W; ++w) y[r][w] = fma(each, column[w], y[r][w]);
         }
     }
+    if constexpr (R > 1) add_to_some<R, W>(v, first, weights, seen, seen.all_end, seen.end, y);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -154,13 +193,13 @@ KVIRE_STEP_INLINE void add_columns(const Values& v, int64_t first, const float* 
 }
 
 template <int R, class Values>
-KVIRE_STEP_INLINE void add_values(const Values& v, int64_t value_width, const float* weights, int64_t begin, int64_t end,
+KVIRE_STEP_INLINE void add_values(const Values& v, int64_t value_width, const float* weights, const Seen& seen,
                                   float* values, int64_t stride) {
     const int64_t vectors = (value_width + kLanes - 1) / kLanes;
     int64_t w = 0;
     for (; w + kTogether <= vectors; w += kTogether)
-        add_columns<R, kTogether>(v, w, weights, begin, end, values, stride);
-    for (; w < vectors; ++w) add_columns<R, 1>(v, w, weights, begin, end, values, stride);
+        add_columns<R, kTogether>(v, w, weights, seen, values, stride);
+    for (; w < vectors; ++w) add_columns<R, 1>(v, w, weights, seen, values, stride);
 }
 
 // A side that saw nothing leaves the other as it is; its values are not even read.
@@ -187,34 +226,31 @@ template <int R, class Keys, class Values, class Piece>
 KVIRE_STEP_INLINE void attend_tile(const Piece& rows, const Keys& keys, const Values& values, const Sums& sums, int64_t row,
                                    bool is_first, float* scratch) {
     const int32_t *const low = rows.low + row, *const high = rows.high + row;
-    int64_t begin = kPiece, end = 0;
-    for (int r = 0; r < R; ++r)
-        if (low[r] < high[r]) {
-            begin = low[r] < begin ? low[r] : begin;
-            end = high[r] > end ? high[r] : end;
-        }
+    const Seen seen = seen_by(low, high, R);
     float scores[R * kPiece], most[R], weight[R];
     for (int r = 0; r < R; ++r) most[r] = kHidden, weight[r] = 0.0f;
-    if (begin < end) {
+    if (seen.begin < seen.end) {
         const float* const q = rows.queries + row * rows.key_width;
-        const int64_t vectors = (end + kLanes - 1) / kLanes;
+        const int64_t vectors = (seen.end + kLanes - 1) / kLanes;
         if (vectors % kTogether) score<R, 1>(keys, q, rows.key_width, vectors, scores);
         else score<R, kTogether>(keys, q, rows.key_width, vectors, scores);
         for (int r = 0; r < R; ++r) {
             if (low[r] < high[r]) weigh(scores + r * kPiece, low[r], high[r], rows.softcap, most + r, weight + r);
             else memset(scores + r * kPiece, 0, kPiece * sizeof(float));
         }
-        add_values<R>(values, rows.value_width, scores, begin, end, scratch, sums.stride);
+        add_values<R>(values, rows.value_width, scores, seen, scratch, sums.stride);
     }
     for (int r = 0; r < R; ++r) {
         const Sums mine{sums.largest + row + r, sums.weight + row + r, sums.values + (row + r) * sums.stride,
                         sums.stride};
-        if (is_first) *mine.largest = kHidden, *mine.weight = 0.0f;
+        if (is_first) {
+            *mine.largest = kHidden;
+            *mine.weight = 0.0f;
+            memset(mine.values, 0, (size_t)mine.stride * sizeof(float));
+        }
         join_row(mine, {most + r, weight + r, scratch + r * sums.stride, sums.stride}, 0, rows.value_width);
     }
 }
-
-constexpr int64_t kWidest = 1024;  // attention.cpp refuses wider values
 
 void attend(const PieceRows& rows, const Sums& sums, bool is_first) {
     float scratch[kRows * kWidest];

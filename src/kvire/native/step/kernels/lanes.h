@@ -355,7 +355,8 @@ KVIRE_STEP_INLINE F16x exponential(F16x x) {
 // tanh x: series up to x^9 near 0, where 1 - 2 / (e^2x + 1) would cancel, that formula elsewhere.
 KVIRE_STEP_INLINE F16x hyperbolic_tangent(F16x x) {
     const F16x limit = broadcast(10.0f), one = broadcast(1.0f);  // tanh(10) is 1 in float
-    const F16x clamped = smaller(larger(x, negative(limit)), limit);
+    // By comparisons, which leave a nan alone.
+    const F16x clamped = where_less(limit, x, limit, where_less(x, negative(limit), negative(limit), x));
     const F16x far = one - broadcast(2.0f) / (exponential(clamped + clamped) + one);
     const F16x square = x * x;
     F16x near = broadcast(62.0f / 2835);
