@@ -207,5 +207,6 @@ NB_MODULE(_native, m) {
 
     step::bind_isa(m);
     step::bind_linear(m);
+    step::bind_program(m);
     step::bind_attention(m);
 }

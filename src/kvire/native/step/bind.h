@@ -8,6 +8,7 @@ namespace step {
 
 void bind_isa(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);
+void bind_program(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 
 }  // namespace step
