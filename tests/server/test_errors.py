@@ -13,7 +13,7 @@ from harness.waiting import AT_ONCE_S, PATIENCE_S, until
 from server.serving import Answer, ScriptedModel, running, slow_model, tiny_engine, words
 
 from kvire.server import service
-from kvire.server.stream import LAST_WORDS_S
+from kvire.server.reply import LAST_WORDS_S
 
 CANARY = "xylophone-canary-4711"
 SLOW = {"prompt": "x", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}

@@ -211,7 +211,7 @@ class ChatRequest(SamplingFields):
     """Body of /v1/chat/completions.
 
     session: name of a chat that the server keeps; messages are then only the new ones
-        (server/sessions.py).
+        (endpoints/sessions.py).
     """
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True), BeforeValidator(_messages)]

@@ -9,12 +9,11 @@ from starlette.responses import Response
 
 from kvire.engine.request import Output
 from kvire.server.answers import until_client_gone
+from kvire.server.endpoints.sessions import SessionResponse, Turn
 from kvire.server.errors import ApiError
-from kvire.server.reply import Reply, ReplyChoice, merged_logprobs, whole_answer
+from kvire.server.reply import EventStream, Reply, ReplyChoice, merged_logprobs, whole_answer
 from kvire.server.schemas import ChatRequest, parse
 from kvire.server.service import Service, Sharing, service_of, tenant_of
-from kvire.server.sessions import SessionResponse, Turn
-from kvire.server.stream import EventStream
 from kvire.server.token_text import chat_logprobs
 from kvire.server.tool_formats import Parsed, ToolFormat
 from kvire.server.tools import ToolText, supports_tools, tool_format

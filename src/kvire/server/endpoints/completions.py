@@ -10,10 +10,9 @@ from starlette.responses import Response
 
 from kvire.engine.request import Output
 from kvire.server.answers import until_client_gone
-from kvire.server.reply import Reply, ReplyChoice, merged_logprobs, whole_answer
+from kvire.server.reply import EventStream, Reply, ReplyChoice, merged_logprobs, whole_answer
 from kvire.server.schemas import CompletionRequest, parse
 from kvire.server.service import Service, Sharing, service_of
-from kvire.server.stream import EventStream
 from kvire.server.token_text import CompletionLogprobs
 
 router = APIRouter()
