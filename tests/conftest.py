@@ -67,7 +67,7 @@ def patient_stores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.fixture(autouse=True)
 def patient_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a tier has is known however busy the machine; tests of late answers say what is late."""
-    monkeypatch.setattr("kvire.store.lookup_thread.ANSWER_S", PATIENCE_S)
+    monkeypatch.setattr("kvire.store.threads.ANSWER_S", PATIENCE_S)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import xxhash
 from codec.samples import OTHER_UNSEALED, SEALED, UNSEALED, block, encoded, frames, read
 
-from kvire.codec import bulk
+from kvire.codec import buffers
 from kvire.codec.buffers import aligned_buffer
 from kvire.codec.codec import RAW, Codec
 from kvire.codec.frame import Frames, finish_all, prefix_bytes
@@ -24,7 +24,7 @@ KV_BYTES = 4096
 @pytest.fixture(params=["kernels", "without"])
 def native(request, monkeypatch):
     if request.param == "without":
-        monkeypatch.setattr(bulk, "native_module", lambda: None)
+        monkeypatch.setattr(buffers, "native_module", lambda: None)
     elif native_module() is None:
         pytest.skip("installed without the compiled kernels")
     return request.param == "kernels"
@@ -40,15 +40,15 @@ def pieces_of(seed: int = 0) -> list[tuple[bytes, bytes]]:
 
 def test_checksums_are_those_of_the_library(native):
     pieces = pieces_of()
-    assert bulk.checksums(pieces) == [xxhash.xxh3_128_digest(head + data) for head, data in pieces]
-    assert bulk.checksums([]) == []
+    assert buffers.checksums(pieces) == [xxhash.xxh3_128_digest(head + data) for head, data in pieces]
+    assert buffers.checksums([]) == []
     short = [(b"", b""), (b"head", b"x" * 255), (b"h" * 257, b"x" * 256)]  # what the kernel does not take
-    assert bulk.checksums(short) == [xxhash.xxh3_128_digest(head + data) for head, data in short]
+    assert buffers.checksums(short) == [xxhash.xxh3_128_digest(head + data) for head, data in short]
 
 
 def test_copies_are_made_and_are_what_is_hashed(native):
     pieces = [(head, memoryview(data), memoryview(bytearray(len(data) + 2))[1:-1]) for head, data in pieces_of(1)]
-    tags = bulk.copied_checksums(pieces)
+    tags = buffers.copied_checksums(pieces)
     assert tags == [xxhash.xxh3_128_digest(head + bytes(data)) for head, data, _ in pieces]
     assert all(target == data for _, data, target in pieces)
     assert all(target.obj[0] == target.obj[-1] == 0 for _, _, target in pieces), "nothing around is touched"
@@ -59,7 +59,7 @@ def test_every_instruction_set_gives_the_same():
         pytest.skip("installed without the compiled kernels")
     code = (
         "import sys; sys.path.insert(0, 'tests')\n"
-        "from codec.test_bulk import pieces_of\nfrom kvire.codec.bulk import checksums\n"
+        "from codec.test_bulk import pieces_of\nfrom kvire.codec.buffers import checksums\n"
         "import kvire._native as n, hashlib\n"
         "print(n.isa(), hashlib.sha256(b''.join(checksums(pieces_of()))).hexdigest())"
     )

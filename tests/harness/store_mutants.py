@@ -37,12 +37,11 @@ from kvire.store.handle import TierHandle
 from kvire.store.health import Outage
 from kvire.store.keyring import Keyring
 from kvire.store.loader import Loader, _InflightRead
-from kvire.store.lookup_thread import LookupThread
 from kvire.store.memory.tier import MemoryTier
 from kvire.store.remote.objects import ObjectBackend
 from kvire.store.survey import SpaceUse, Survey
+from kvire.store.threads import LookupThread, WorkerThreads
 from kvire.store.ticket import LoadState, Ticket
-from kvire.store.workers import WorkerThreads
 from kvire.store.write_behind import WriteBehind
 from kvire.store.write_queue import WriteQueue
 

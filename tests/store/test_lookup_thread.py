@@ -14,7 +14,7 @@ from store.stores import blocks, load_all, open_store, ready, save_all
 from kvire.core.errors import TierUnavailable
 from kvire.store.disk.tier import DiskTier
 from kvire.store.health import FAILURES_TO_OPEN
-from kvire.store.lookup_thread import AnswerLate, LookupThread
+from kvire.store.threads import AnswerLate, LookupThread
 
 
 class StallingFiles(WatchedFiles):
@@ -46,7 +46,7 @@ class StallingFiles(WatchedFiles):
 def soon() -> Iterator[None]:
     """What does not come in a moment is late."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("kvire.store.lookup_thread.ANSWER_S", 0.02)
+        patched.setattr("kvire.store.threads.ANSWER_S", 0.02)
         yield
 
 

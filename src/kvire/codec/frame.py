@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from kvire.codec.buffers import ALIGNMENT_BYTES, BytesLike, aligned_buffer
-from kvire.codec.bulk import checksums, copied_checksums
+from kvire.codec.buffers import ALIGNMENT_BYTES, BytesLike, aligned_buffer, checksums, copied_checksums
 from kvire.codec.codec import RAW, Codec, codecs
 from kvire.codec.seal import (
     CHECKSUMMED,

@@ -16,8 +16,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from kvire.codec.buffers import BytesLike
-from kvire.codec.bulk import DIGEST_BYTES, checksum
+from kvire.codec.buffers import DIGEST_BYTES, BytesLike, checksum
 from kvire.core.errors import FrameDamaged
 
 TAG_BYTES = DIGEST_BYTES  # AES-GCM's tag is as long

@@ -12,8 +12,8 @@ from kvire.codec.frame import Frames, finish_all
 from kvire.core.errors import BlockMissing, FrameDamaged, FrameForeign, StoreError, TierUnavailable
 from kvire.core.record import BlockId, BlockRecord
 from kvire.plan.cost import Speed
+from kvire.store.health import SpeedMeter
 from kvire.store.memory.tier import Fill
-from kvire.store.speed import SpeedMeter
 from kvire.store.tier import Buffer, LendsFrames, Prefetching, ReadsRuns, Tier, TierStats
 
 log = logging.getLogger(__name__)

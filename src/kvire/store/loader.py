@@ -23,9 +23,9 @@ from kvire.core.errors import BlockMissing, FrameDamaged, FrameForeign, TierUnav
 from kvire.core.record import BlockId, BlockRecord
 from kvire.store.generations import Generation
 from kvire.store.handle import TierHandle
+from kvire.store.threads import WorkerThreads
 from kvire.store.ticket import FailureReason, LoadFailure, LoadState, Ticket, Wanted
 from kvire.store.tier import Buffer, Prefetching
-from kvire.store.workers import WorkerThreads
 
 LOCAL_THREADS = 2  # a third only waits for the interpreter: docs/adr/0015-tiered-store.md
 REMOTE_THREADS = 4

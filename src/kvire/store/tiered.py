@@ -27,8 +27,8 @@ from kvire.store.generations import Generation, Generations
 from kvire.store.handle import HandleCounts, TierHandle
 from kvire.store.keyring import Keyring
 from kvire.store.loader import Loader
-from kvire.store.lookup_thread import AnswerLate, LookupThread
 from kvire.store.memory.tier import Evicting, Fill
+from kvire.store.threads import AnswerLate, LookupThread
 from kvire.store.ticket import Ticket, Wanted
 from kvire.store.tier import Buffer, Tier, TierStats
 from kvire.store.write_behind import DEFAULT_BUFFER_BYTES, WriteBehind
