@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from harness.broken_builds import Mutant, must_notice
 
 from kvire.attention.params import AttentionParams
 from kvire.attention.reference import PortableAttention
@@ -248,54 +249,126 @@ def exp_of_the_book(x: Array) -> Array:
         return np.where(x < f(-87.3), f(0), series * power).astype(np.float32)
 
 
-def book(text: Text, row: int, head: int, piece: int = PIECE) -> Array:
-    """One query head of one token, in the order of ADR 19; from a float32 pool."""
+State = tuple[np.float32, np.float32, Array]  # largest score, sum of weights, sum of weighted values
+
+
+def kept(paged: PagedKV, text: Text) -> tuple[Array, Array]:
+    """K and V as the pool holds them: float32 [length, heads, width]."""
+    k, v = paged.gather(0, torch.tensor(text.table), text.length)
+    return k.float().numpy(), v.float().numpy()
+
+
+def piece_of(at: np.ndarray, z: Array, v: Array) -> State:
+    """Positions at with scores z and values v."""
+    p = exp_of_the_book(z - z.max())
+    lanes, y = np.zeros(16, np.float32), np.zeros(v.shape[1], np.float32)
+    for i, position in enumerate(at):
+        lanes[position % 16] += p[i]
+        y = fma(np.full_like(y, p[i]), v[i], y)
+    return z.max(), tree(lanes), y
+
+
+def joined(state: State, piece: State) -> State:
+    best = max(state[0], piece[0])
+    keep, take = exp_of_the_book(np.array([state[0] - best, piece[0] - best], np.float32))
+    weight = fma(np.array([piece[1]]), np.array([take]), np.array([state[1] * keep], np.float32))[0]
+    return best, weight, fma(piece[2], np.full_like(piece[2], take), state[2] * keep)
+
+
+def capped(z: Array, cap: float) -> Array:
+    """cap * tanh(z / cap)."""
+    f, x = np.float32, z / np.float32(cap)
+    clamped = np.clip(x, f(-10), f(10))
+    far = f(1) - f(2) / (exp_of_the_book(clamped + clamped) + f(1))
+    square, near = x * x, np.full_like(x, f(62 / 2835))
+    for term in (-17 / 315, 2 / 15, -1 / 3):
+        near = fma(near, square, np.full_like(x, f(term)))
+    return f(cap) * np.where(square < f(0.0625), fma(near * square, x, x), far)
+
+
+def book(paged: PagedKV, text: Text, row: int, head: int) -> Array:
+    """One query head of one token, in the order of ADR 19."""
     shape, f = text.shape, np.float32
     kv = head // shape.group
+    k, v = (x[:, kv] for x in kept(paged, text))
     q = (text.q[row, head] * f(shape.scale)).astype(np.float32)
     low = 0 if shape.window is None else max(0, row - shape.window + 1)
-    largest, weight, values = None, f(0), np.zeros(shape.value_width, np.float32)
-    for begin in range(low // piece * piece, row + 1, piece):
-        at = np.arange(max(begin, low), min(begin + piece, row + 1))
+    state = None
+    for begin in range(low // PIECE * PIECE, row + 1, PIECE):
+        at = np.arange(max(begin, low), min(begin + PIECE, row + 1))
         z = np.zeros(len(at), np.float32)
         for d in range(shape.key_width):
-            z = fma(np.full_like(z, q[d]), text.k[at, kv, d], z)
-        most = z.max()
-        p = exp_of_the_book(z - most)
-        lanes = np.zeros(16, np.float32)
-        for i, position in enumerate(at):
-            lanes[(position - begin) % 16] += p[i]
-        y = np.zeros(shape.value_width, np.float32)
-        for i, position in enumerate(at):
-            y = fma(np.full_like(y, p[i]), text.v[position, kv], y)
-        total = tree(lanes)
-        if largest is None:
-            largest, weight, values = most, total, y
-            continue
-        best = max(largest, most)
-        keep, take = exp_of_the_book(np.array([largest - best, most - best], np.float32))
-        values = fma(y, np.full_like(y, take), values * keep)
-        weight = fma(np.array([total]), np.array([take]), np.array([weight * keep], np.float32))[0]
-        largest = best
-    return (values * (f(1) / f(weight))).astype(np.float32)
+            z = fma(np.full_like(z, q[d]), k[at, d], z)
+        piece = piece_of(at, z if shape.softcap is None else capped(z, shape.softcap), v[at])
+        state = piece if state is None else joined(state, piece)
+    assert state is not None
+    largest, weight, values = state
+    if shape.sinks is None:
+        return values * (f(1) / weight)
+    best = max(largest, shape.sinks[head])
+    keep, sink = exp_of_the_book(np.array([largest - best, shape.sinks[head] - best], np.float32))
+    return values * (keep / (weight * keep + sink))
+
+
+def keeps_to_the_book(shape: Shape, isa: str = "") -> None:
+    paged, length = shape.pool(256), 150
+    text = Text(shape, length, table_of(length, shape.block_size, blocks=256))
+    [found] = step(paged, [(text, 0, length)], isa=isa)
+    for row in (0, 63, 64, 128, 149):
+        for head in (0, shape.heads * shape.group - 1):
+            same(found[row, head], book(paged, text, row, head))
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("window", [None, 100])
-def test_bits_of_the_book(isa: str, window: int | None) -> None:
-    shape = Shape(heads=1, group=2, key_width=8, value_width=24, dtype="float32", window=window)
-    text = Text(shape, 150, table_of(150, 16))
-    [found] = step(shape.pool(), [(text, 0, 150)], isa=isa)
-    for row in (0, 1, 62, 63, 64, 127, 128, 149):
-        for head in range(2):
-            same(found[row, head], book(text, row, head))
+@pytest.mark.parametrize("name", SHAPES)
+def test_bits_of_the_book(name: str, isa: str) -> None:
+    keeps_to_the_book(SHAPES[name], isa)
 
 
-def test_pieces_that_begin_elsewhere_would_be_noticed() -> None:
-    shape = Shape(heads=1, group=1, key_width=8, value_width=16, dtype="float32")
-    text = Text(shape, 150, table_of(150, 16))
-    [found] = step(shape.pool(), [(text, 0, 150)])
-    assert any(not np.array_equal(found[row, 0], book(text, row, 0, piece=32)) for row in range(100, 150))
+def pieces_end_one_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(f"{__name__}.PIECE", PIECE - 1)
+
+
+def pieces_half_as_long(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(f"{__name__}.PIECE", PIECE // 2)
+
+
+def later_pieces_merged_first(patch: pytest.MonkeyPatch) -> None:
+    join = joined
+    patch.setattr(f"{__name__}.joined", lambda state, piece: join(piece, state))
+
+
+def sums_not_fused(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(f"{__name__}.fma", lambda a, b, c: a * b + c)
+
+
+def scales_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:
+    def neighbours(paged: PagedKV, text: Text) -> tuple[Array, Array]:
+        k, v = kept_as_written(paged, text)
+        scales = np.abs(k).max(-1, keepdims=True)
+        return (k / scales * np.roll(scales, 1, axis=0)).astype(np.float32), v
+
+    kept_as_written = kept
+    patch.setattr(f"{__name__}.kept", neighbours)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pieces_end_one_early, pieces_half_as_long, later_pieces_merged_first, sums_not_fused, scales_of_the_neighbour],
+)
+def test_another_book_would_be_noticed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    must_notice(lambda: keeps_to_the_book(SHAPES["int8"]), mutant, monkeypatch)
+
+
+def test_no_part_of_a_split_context_comes_out_of_order() -> None:
+    """One row over more pieces than are joined at once."""
+    shape, length = Shape(heads=1, group=5, block_size=128), 1700
+    text = Text(shape, length, table_of(length, 128))
+    paged = shape.pool()
+    step(paged, [(text, 0, length - 1)])
+    [row] = step(paged, [(text, length - 1, length)], threads=3)
+    for head in range(5):
+        same(row[0, head], book(paged, text, length - 1, head))
 
 
 def test_what_lies_outside_is_refused_before_anything_is_written() -> None:

@@ -205,7 +205,7 @@ void AttentionWork::attend(const AttendTask& task, int worker) const {
     few.low = scratch.low;
     few.high = scratch.high;
     few.softcap = layer_.softcap;
-    const bool in_pool = reads_pool_ && rows <= kFewRows;
+    const bool in_pool = reads_pool_ && rows <= kMostRowsInPool;
     Sums sums{scratch.largest, scratch.weight, scratch.values, value_floats_};
     for (int64_t piece = begin; piece < end; ++piece) {
         const int64_t from = piece * kPiece;
@@ -243,10 +243,7 @@ void AttentionWork::merge(const MergeTask& task) const {
     const int64_t stride = group_ * (value_floats_ + kLanes);
     float* const first = partials_ + task.partial * (value_floats_ + kLanes);
     const Sums sums{first, first + group_, first + kLanes * group_, value_floats_};
-    for (int64_t piece = 1; piece < task.pieces; ++piece) {
-        float* const at = first + piece * stride;
-        kernels_.join(sums, {at, at + group_, at + kLanes * group_, value_floats_}, group_, layer_.pool.value_width);
-    }
+    kernels_.join(sums, task.pieces, stride, group_);
     const int64_t row = sequences_.row_begin[task.sequence], value_width = layer_.pool.value_width;
     for (int64_t g = 0; g < group_; ++g) {
         const int64_t head = task.head * group_ + g;

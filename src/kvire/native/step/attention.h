@@ -142,8 +142,8 @@ struct PieceInPool {
     float softcap;
 };
 
-// Rows of a decode that PieceInPool takes at a time.
-constexpr int64_t kFewRows = 4;
+// Rows that PieceInPool takes in one tile, and at most: for more, conversion to floats pays.
+constexpr int64_t kFewRows = 4, kMostRowsInPool = 16;
 
 struct AttentionKernels {
     // `count` positions of one head of one block into columns at .. of a panel; scales: of its tokens or null.
@@ -154,7 +154,8 @@ struct AttentionKernels {
     // is_first: sums are new; else the piece is joined to them.
     void (*attend)(const PieceRows& rows, const Sums& sums, bool is_first);
     void (*attend_in_pool)(const PieceInPool& rows, const Sums& sums, bool is_first);
-    void (*join)(const Sums& sums, const Sums& piece, int64_t rows, int64_t value_width);
+    // The later ones of `pieces` to the first, ascending; from one to the next: `apart` floats.
+    void (*join)(const Sums& first, int64_t pieces, int64_t apart, int64_t rows);
     // values / weight, with the sink's share of the weight.
     void (*finish)(const Sums& sums, int64_t row, int64_t value_width, const float* sink, float* out);
     void (*scale)(const float* from, float factor, int64_t count, float* to);

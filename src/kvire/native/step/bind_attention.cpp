@@ -34,6 +34,13 @@ const AttentionKernels& kernels_for(const std::string& name) {
     throw std::invalid_argument("this processor, or KVIRE_ISA, has no " + name);
 }
 
+// Memory that the next call uses again: a step makes dozens. index: of two that are needed at once.
+float* floats(int index, int64_t count) {
+    thread_local std::vector<float> memory[2];
+    if (static_cast<int64_t>(memory[index].size()) < count) memory[index].resize(static_cast<size_t>(count));
+    return memory[index].data();
+}
+
 // One layer of a step: writes its K and V, then attends.
 void attend_at(const PagedLayer& pool, int64_t query_heads, float scale, int64_t window, float softcap, Address sinks,
                int64_t sequences, Address row_begin, Address context_lens, Address block_tables, int64_t table_stride,
@@ -49,11 +56,11 @@ void attend_at(const PagedLayer& pool, int64_t query_heads, float scale, int64_t
     AttentionWork::write(layer, tables, {pointer<const float>(k), pool.heads * pool.key_width},
                          {pointer<const float>(v), pool.heads * pool.value_width}, 0, rows);
     const AttentionPlan plan(of, pool.heads, query_heads, window, threads);
-    std::vector<float> scratch(static_cast<size_t>(
-        threads * AttentionWork::scratch_floats(pool.key_width, pool.value_width, query_heads, pool.heads)));
-    std::vector<float> partials(static_cast<size_t>(AttentionWork::partial_floats(plan, pool.value_width)));
+    float* const scratch = floats(
+        0, threads * AttentionWork::scratch_floats(pool.key_width, pool.value_width, query_heads, pool.heads));
+    float* const partials = floats(1, AttentionWork::partial_floats(plan, pool.value_width));
     const AttentionWork work(layer, of, tables, plan, {pointer<const float>(queries), query_heads * pool.key_width},
-                             pointer<float>(out), query_heads * pool.value_width, scratch.data(), partials.data(),
+                             pointer<float>(out), query_heads * pool.value_width, scratch, partials,
                              kernels);
     parallel_for(static_cast<int64_t>(plan.attends.size()), threads,
                  [&](int64_t i, int worker) { work.attend(plan.attends[static_cast<size_t>(i)], worker); });

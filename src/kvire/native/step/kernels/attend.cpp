@@ -15,7 +15,7 @@ constexpr float kHidden = -__builtin_inff();
 #if defined(__AVX512F__)
 constexpr int kRows = 6, kTogether = 4;  // a tile's sums fill most registers
 #else
-constexpr int kRows = 3, kTogether = 2;
+constexpr int kRows = 6, kTogether = 1;
 #endif
 
 KVIRE_STEP_INLINE float exponential_of(float x) {
@@ -56,6 +56,7 @@ struct PoolKeys {
         return keys;
     }
     KVIRE_STEP_INLINE_MEMBER void prefetch(int64_t d) const {
+        if (d * piece.block_size * element_bytes(D) % 64) return;  // within a line
         for (int i = 0; i < kVectors; ++i)
             __builtin_prefetch(piece.next_k[i] + d * piece.block_size * element_bytes(D));
     }
@@ -202,32 +203,44 @@ KVIRE_STEP_INLINE void add_values(const Values& v, int64_t value_width, const fl
     for (; w < vectors; ++w) add_columns<R, 1>(v, w, weights, seen, values, stride);
 }
 
+// What is left of one side's sums, and what is taken of the other's, once both count from the same largest score.
+struct Shares {
+    float best[kLanes], keep[kLanes], take[kLanes];
+};
+
+// Of sixteen pairs at once. Nothing is said of those of which a side saw nothing.
+KVIRE_STEP_INLINE void share(const float* mine, const float* other, Shares* shares) {
+    const F16x a = load(mine), b = load(other), best = larger(b, a);
+    store(shares->best, best);
+    store(shares->keep, exponential(a - best));
+    store(shares->take, exponential(b - best));
+}
+
 // A side that saw nothing leaves the other as it is; its values are not even read.
-void join_row(const Sums& sums, const Sums& piece, int64_t row, int64_t value_width) {
-    const float mine = sums.largest[row], other = piece.largest[row], best = other > mine ? other : mine;
+KVIRE_STEP_INLINE void join_row(const Sums& sums, int64_t row, float other, float weight, const float* from, float best,
+                                float keep, float take) {
     float* const values = sums.values + row * sums.stride;
-    const float* const from = piece.values + row * piece.stride;
     if (other == kHidden) return;
-    if (mine == kHidden) {
+    if (sums.largest[row] == kHidden) {
         memcpy(values, from, (size_t)sums.stride * sizeof(float));
-        sums.weight[row] = piece.weight[row];
+        sums.weight[row] = weight;
         sums.largest[row] = other;
         return;
     }
-    const float keep = exponential_of(mine - best), take = exponential_of(other - best);
-    for (int64_t d = 0; d < value_width; d += kLanes)
+    for (int64_t d = 0; d < sums.stride; d += kLanes)
         store(values + d, fma(load(from + d), broadcast(take), load(values + d) * broadcast(keep)));
-    sums.weight[row] = __builtin_fmaf(piece.weight[row], take, sums.weight[row] * keep);
+    sums.weight[row] = __builtin_fmaf(weight, take, sums.weight[row] * keep);
     sums.largest[row] = best;
 }
 
 // R rows from `row` on against one piece, then joined to their sums. scratch: R rows of values.
+// A function of its own: as part of its callers it would take minutes to compile with sanitizers.
 template <int R, class Keys, class Values, class Piece>
-KVIRE_STEP_INLINE void attend_tile(const Piece& rows, const Keys& keys, const Values& values, const Sums& sums, int64_t row,
+__attribute__((noinline)) void attend_tile(const Piece& rows, const Keys& keys, const Values& values, const Sums& sums, int64_t row,
                                    bool is_first, float* scratch) {
     const int32_t *const low = rows.low + row, *const high = rows.high + row;
     const Seen seen = seen_by(low, high, R);
-    float scores[R * kPiece], most[R], weight[R];
+    alignas(64) float scores[R * kPiece], most[kLanes] = {}, mine[kLanes] = {}, weight[R];
     for (int r = 0; r < R; ++r) most[r] = kHidden, weight[r] = 0.0f;
     if (seen.begin < seen.end) {
         const float* const q = rows.queries + row * rows.key_width;
@@ -240,16 +253,18 @@ KVIRE_STEP_INLINE void attend_tile(const Piece& rows, const Keys& keys, const Va
         }
         add_values<R>(values, rows.value_width, scores, seen, scratch, sums.stride);
     }
-    for (int r = 0; r < R; ++r) {
-        const Sums mine{sums.largest + row + r, sums.weight + row + r, sums.values + (row + r) * sums.stride,
-                        sums.stride};
-        if (is_first) {
-            *mine.largest = kHidden;
-            *mine.weight = 0.0f;
-            memset(mine.values, 0, (size_t)mine.stride * sizeof(float));
-        }
-        join_row(mine, {most + r, weight + r, scratch + r * sums.stride, sums.stride}, 0, rows.value_width);
+    const Sums own{sums.largest + row, sums.weight + row, sums.values + row * sums.stride, sums.stride};
+    if (is_first) {
+        for (int r = 0; r < R; ++r) own.largest[r] = kHidden, own.weight[r] = 0.0f;
+        memset(own.values, 0, (size_t)(R * own.stride) * sizeof(float));
     }
+    Shares shares{};
+    if (!is_first) {
+        for (int r = 0; r < R; ++r) mine[r] = own.largest[r];
+        share(mine, most, &shares);
+    }
+    for (int r = 0; r < R; ++r)
+        join_row(own, r, most[r], weight[r], scratch + r * own.stride, shares.best[r], shares.keep[r], shares.take[r]);
 }
 
 void attend(const PieceRows& rows, const Sums& sums, bool is_first) {
@@ -267,11 +282,13 @@ void attend_stored(const PieceInPool& rows, const Sums& sums, bool is_first) {
     float scratch[kFewRows * kWidest];
     const PoolKeys<D> keys{rows};
     const PoolValues<D> values{rows};
-    switch (rows.rows) {
-        case 1: return attend_tile<1>(rows, keys, values, sums, 0, is_first, scratch);
-        case 2: return attend_tile<2>(rows, keys, values, sums, 0, is_first, scratch);
-        case 3: return attend_tile<3>(rows, keys, values, sums, 0, is_first, scratch);
-        case 4: return attend_tile<4>(rows, keys, values, sums, 0, is_first, scratch);
+    int64_t row = 0;
+    for (; row + kFewRows <= rows.rows; row += kFewRows)
+        attend_tile<kFewRows>(rows, keys, values, sums, row, is_first, scratch);
+    switch (rows.rows - row) {
+        case 1: return attend_tile<1>(rows, keys, values, sums, row, is_first, scratch);
+        case 2: return attend_tile<2>(rows, keys, values, sums, row, is_first, scratch);
+        case 3: return attend_tile<3>(rows, keys, values, sums, row, is_first, scratch);
         default: return;
     }
 }
@@ -285,8 +302,27 @@ void attend_in_pool(const PieceInPool& rows, const Sums& sums, bool is_first) {
     }
 }
 
-void join(const Sums& sums, const Sums& piece, int64_t rows, int64_t value_width) {
-    for (int64_t row = 0; row < rows; ++row) join_row(sums, piece, row, value_width);
+// Pieces 1 .. pieces - 1, `apart` floats from one to the next, to piece 0, ascending. Shares depend on largest scores
+// alone, so those of sixteen pieces are computed at once.
+void join(const Sums& first, int64_t pieces, int64_t apart, int64_t rows) {
+    for (int64_t row = 0; row < rows; ++row) {
+        for (int64_t begin = 1; begin < pieces; begin += kLanes) {
+            const int64_t count = pieces - begin < kLanes ? pieces - begin : kLanes;
+            float mine[kLanes] = {}, other[kLanes] = {}, best = first.largest[row];
+            for (int64_t i = 0; i < count; ++i) {
+                mine[i] = best;
+                other[i] = first.largest[row + (begin + i) * apart];
+                best = other[i] > best ? other[i] : best;
+            }
+            Shares shares;
+            share(mine, other, &shares);
+            for (int64_t i = 0; i < count; ++i) {
+                const int64_t at = (begin + i) * apart;
+                join_row(first, row, other[i], first.weight[row + at], first.values + row * first.stride + at,
+                         shares.best[i], shares.keep[i], shares.take[i]);
+            }
+        }
+    }
 }
 
 void finish(const Sums& sums, int64_t row, int64_t value_width, const float* sink, float* out) {
