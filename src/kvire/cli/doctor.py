@@ -21,9 +21,8 @@ from kvire.doctor.findings import counted
 from kvire.doctor.lines import lines_of
 from kvire.doctor.live import examine_server, print_server
 from kvire.doctor.logs import read_log
-from kvire.doctor.page import diagnosis_page
 from kvire.doctor.rules import CacheOffers
-from kvire.doctor.text import print_diagnosis
+from kvire.doctor.text import diagnosis_page, print_diagnosis
 from kvire.doctor.tokens import Counter, Estimate, Tokenized
 from kvire.doctor.values import diagnosis_values
 from kvire.models.resolve import resolve

@@ -1,7 +1,6 @@
-"""Which API a body was sent to, and its prompts.
+"""The API of a request's body, and its prompts.
 
-Bedrock Converse and Gemini are written as bodies that render.py knows: the text stays, in its
-order.
+Bedrock Converse and Gemini are rewritten as bodies for render.py: the same text in the same order.
 """
 
 from collections.abc import Iterable, Sequence
@@ -150,7 +149,7 @@ def chat_of_gemini(body: Body) -> Body:
 
 
 def _messages(content: Body) -> Iterable[Body]:
-    """What tools gave is a message of its own each, what was said and called another."""
+    """One message for each tool's result, and one for text and calls."""
     parts = _parts(content)
     for part in parts:
         if result := _either(part, "functionResponse", "function_response"):

@@ -1,4 +1,4 @@
-"""The examination itself: each request against everything before it, once, in the log's order."""
+"""The examination: compares each request, in the log's order, with all earlier ones."""
 
 import re
 from bisect import bisect_left
@@ -57,7 +57,7 @@ class Doctor:
         self._counted: dict[str, TokenUsage] = {}  # of answers whose prompts are in no log, by the answer
 
     def examine(self, log: Iterable[Item], name: str = "") -> "Doctor":
-        """All of a log; several one after the other are one history, in which names tell their
+        """Examine a whole log. Several logs in a row make one history, in which their names tell
         lines apart.
         """
         self._logs.append((self._tree.turns, name))
@@ -75,7 +75,7 @@ class Doctor:
         return self
 
     def diagnosis(self) -> Diagnosis:
-        """What was found so far."""
+        """Findings and totals so far."""
         self._totals.without_prompt = MeasuredLog()
         for usage in self._counted.values():
             self._totals.without_prompt.add(usage)
@@ -152,7 +152,7 @@ class Doctor:
             self._note(request, ruler, match, best, reused)
 
     def _note(self, request: LoggedRequest, ruler: Ruler, match: Match, like: Likeness, reused: list[int]) -> None:
-        """Add what one prompt lost to the findings, difference by difference."""
+        """Add one prompt's losses to the findings, difference by difference."""
         age_s = None if request.sent_s is None else request.sent_s - like.node.used_s
         known, cached = ruler.before(match.depth), list(reused)
         tokens, differing = ruler.before(like.shared_bytes), 0
@@ -178,8 +178,10 @@ class Doctor:
     def _credit(
         self, finding: Finding, i: int, request: LoggedRequest, ruler: Ruler, old: Node, found: tuple[int, int]
     ) -> None:
-        """What mending brings by one provider's rules: tokens found before and after, `old` being
-        the prompt found.
+        """Credit a mended cause by one provider's rules.
+
+        found: tokens found before and after.
+        old: end of the found prompt.
         """
         before, after = found
         if after > before:
@@ -232,7 +234,7 @@ class Doctor:
         return self._logs[bisect_left(self._logs, node.turn, key=lambda log: log[0]) - 1][1]
 
     def _in_other_scope(self, request: LoggedRequest, depth: int) -> tuple[str, int, Node] | None:
-        """Another model that had most of this prompt, if its own had little: name, bytes, node."""
+        """Another model with most of this prompt, if its own has little: name, bytes, node."""
         least = depth + max(LEAST_GAIN_BYTES, LEAST_OVERLAP * (len(request.prompt.text) - depth))
         scopes = self._tree.scopes()[:MOST_SCOPES]
         if len(scopes) < 2:

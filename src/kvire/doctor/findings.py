@@ -1,6 +1,4 @@
-"""What can make prompts part that are otherwise the same, what to do about each, and what a
-diagnosis is made of.
-"""
+"""Causes that part otherwise equal prompts, advice for each, and the parts of a diagnosis."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +9,9 @@ from kvire.doctor.usage import TokenUsage
 
 
 class Cause(StrEnum):
-    """Why a prompt stops being the same as an earlier one though what follows is the same again."""
+    """Why a prompt differs from an earlier one although the text after the difference is the same
+    again.
+    """
 
     TIME = "time stamp"
     RANDOM_ID = "random id"
@@ -64,12 +64,12 @@ MOST_SHOWN_BYTES = 60
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Where a cause was first seen.
+    """First place of a cause.
 
     line, other_line: of the logs, whose names are empty where there is only one.
     character: in the part that `place` names, from 0.
     token: how many tokens of the prompt come before it.
-    piece, other_piece: what stands there in the two prompts.
+    piece, other_piece: the text there in the two prompts.
     """
 
     log: str
@@ -106,7 +106,7 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        """What to do about it."""
+        """Advice for mending the cause."""
         return " ".join(ADVICE[cause] for cause in self.causes)
 
 
@@ -138,7 +138,7 @@ class RuleTotals:
 
 @dataclass(slots=True)
 class MeasuredLog:
-    """What `usage` says, over the requests whose usage counts cached tokens.
+    """Sums of `usage` over the requests with a count of cached tokens.
 
     ideal_tokens: tokens that they could have.
     """
@@ -160,7 +160,7 @@ class MeasuredLog:
 
 @dataclass(slots=True)
 class Refused:
-    """Requests that their API refuses for one reason.
+    """Requests refused by their API for one reason.
 
     log, line: of the first.
     """
@@ -181,9 +181,9 @@ class Totals:
     backwards: requests with an earlier time than the one before.
     first_s, latest_s: the earliest and latest time;
     last_s: of the last request.
-    refused: by the reason, requests that their API refuses, so that nothing of them is cached.
+    refused: by reason, requests refused by their API; nothing of them is cached.
     measured: by the usage of the requests;
-    without_prompt: of requests that are in the log by their usage alone.
+    without_prompt: of requests with nothing but their usage in the log.
     """
 
     requests: int = 0
@@ -210,7 +210,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Everything that was found.
+    """All findings of an examination.
 
     findings: most tokens first.
     token_method: how tokens were counted.

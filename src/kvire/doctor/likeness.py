@@ -1,9 +1,8 @@
-"""Which earlier prompt a text is like though it does not begin alike, and in which pieces the two
-differ.
+"""Finds the earlier prompt that resembles a text with another beginning, and the differing pieces.
 
-An index of sampled passages finds it. A passage is the bytes after a place that is chosen by the
-four bytes before it, so that the same text is sampled alike wherever it stands. The index remembers
-which prompt had a passage last.
+An index of sampled passages finds the prompt. A passage is a run of bytes; the four bytes before it
+decide whether it is sampled, so that the same text is sampled alike in every place. The index has
+the latest prompt with each passage.
 """
 
 from collections import Counter
@@ -43,20 +42,18 @@ def sampled_passages(text: bytes) -> list[int]:
 
 
 class PassageIndex:
-    """Sampled passages of the latest prompts: two generations, of which the older is dropped when
-    the newer is full.
-    """
+    """Sampled passages of the latest prompts; a full newer generation replaces the older one."""
 
     def __init__(self) -> None:
         self._newer: dict[int, Node] = {}
         self._older: dict[int, Node] = {}
 
     def closest(self, scope: str, text: bytes, node: Node) -> Node | None:
-        """The prompt that had most of a text's passages last.
+        """The latest prompt with most of a text's passages.
 
-        Notes that now the one that ends at `node` has them.
+        Notes that the prompt ending at `node` has them now.
 
-        scope: only prompts of the same one are looked at.
+        scope: only prompts of the same scope are compared.
         """
         salt = xxhash.xxh3_64_intdigest(scope.encode("utf-8", "surrogatepass"))
         sample = [one ^ salt for one in sampled_passages(text)]
@@ -72,17 +69,17 @@ class PassageIndex:
 
 
 MOST_PIECES = 12
-# What says the same on both sides, in another order or form.
+# Causes with the same content on both sides, in another order or form.
 SAME_CONTENT = frozenset((Cause.TOOL_ORDER, Cause.MOVED_PASSAGES, Cause.JSON_FORM))
 
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """One difference.
+    """One difference of two prompts.
 
-    spans: where it lies.
+    spans: its place.
     part: of the new prompt, in which it begins.
-    same_bytes: how many bytes after it are the same in both.
+    same_bytes: number of equal bytes after it.
     """
 
     spans: Spans
@@ -91,21 +88,21 @@ class TextPiece:
 
     @property
     def same_start(self) -> int:
-        """From where in the new prompt both are the same once this is mended: with it, if only
-        order or form differ.
+        """Place in the new prompt from which both are the same once this is mended: the piece's own
+        beginning if only order or form differ.
         """
         return self.spans.new_start if self.spans.cause in SAME_CONTENT else self.spans.new_end
 
     @property
     def same_end(self) -> int:
-        """Up to where."""
+        """End of the equal text in the new prompt."""
         return self.spans.new_end + self.same_bytes
 
 
 def pieces_between(new: bytes, old: bytes, *, is_foreign: bool = False) -> list[TextPiece]:
-    """The differences in their order, up to the first that is simply other text.
+    """Differences in order, up to the first one without a reading (`_differing`).
 
-    is_foreign: do not search for where the text is the same again.
+    is_foreign: do not search for a place where the text is the same again.
     """
     at = old_at = common_prefix(new, 0, old, 0)
     if at == len(new) or at == len(old):
@@ -152,7 +149,7 @@ def _index(parts: list[PromptPart], at: int, start: int) -> int:
     return start
 
 
-# What must be the same again after a difference for the difference to be worth a word.
+# Equal bytes that must follow a difference for it to be reported.
 LEAST_GAIN_BYTES = 64
 # Text that merely differs counts as a cause only if this share of what follows is the same again:
 # else it is simply another prompt.
@@ -162,10 +159,10 @@ MERELY_TEXT = frozenset((Cause.CONTEXT, Cause.SYSTEM, Cause.HISTORY, Cause.TOOL_
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Pieces that stand close together, so that mending one alone gains nothing.
+    """Neighbouring pieces; mending only one of them gains nothing.
 
-    gain_bytes: what is the same behind them (and in them, see Piece), beyond what the prompt shares
-        with any earlier one already.
+    gain_bytes: equal bytes behind them (and in them, see TextPiece), beyond the prefix that the
+        prompt shares with any earlier one already.
     """
 
     pieces: tuple[TextPiece, ...]
@@ -173,7 +170,7 @@ class Difference:
 
     @property
     def causes(self) -> tuple[Cause, ...]:
-        """Each once, in their order."""
+        """Each cause once, in order."""
         return tuple(dict.fromkeys(piece.spans.cause for piece in self.pieces))
 
 
@@ -196,11 +193,11 @@ class Likeness:
 
 
 def likeness(text: bytes, depth: int, node: Node, *, is_foreign: bool) -> Likeness:
-    """Compare a prompt with the earlier one that it follows longest.
+    """Compare a prompt with an earlier one.
 
     text: the prompt.
-    depth: bytes of it that some earlier prompt begins with.
-    node: the end of one of these.
+    depth: length of its longest prefix shared with any earlier prompt, in bytes.
+    node: the earlier prompt's end in the tree.
     is_foreign: the rest is already known to be another text; only small pieces and parts are
         compared.
     """
@@ -213,7 +210,7 @@ def likeness(text: bytes, depth: int, node: Node, *, is_foreign: bool) -> Likene
 
 
 def _joined(pieces: list[TextPiece], shared: int, depth: int) -> list[Difference]:
-    """Differences that each gain something; what comes after the last of these is left out."""
+    """Differences with a gain each; pieces after the last of them are left out."""
     differences = []
     together: list[TextPiece] = []
     for piece in pieces:

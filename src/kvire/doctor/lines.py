@@ -21,10 +21,10 @@ STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]')
 
 
 class Readable(Protocol):
-    """What gives lines."""
+    """A source of lines."""
 
     def readline(self, size: int, /) -> bytes:
-        """The next one, or as much of it; empty at the end."""
+        """The next line, or `size` bytes of it; empty at the end."""
 
 
 BytesRead = Callable[[int], None]  # hears how many more bytes of the file (as stored) were read
@@ -74,11 +74,10 @@ def _position(file: BinaryIO | None, read: int) -> int:
 
 
 def json_values(lines: Iterable[bytes], *, in_array: bool) -> Iterator[bytes]:
-    """The texts of JSON values that may span lines: an array's elements, or objects that follow
-    each other.
+    """Texts of JSON values over one or more lines: an array's elements, or objects in a row.
 
-    Holds no more than one value; one that is longer than LONGEST_LINE_BYTES, or never ends, is
-    given as TOO_LONG.
+    Holds one value at a time. TOO_LONG stands for a value without an end or longer than
+    LONGEST_LINE_BYTES.
     """
     outside = 1 if in_array else 0
     depth = size_bytes = 0

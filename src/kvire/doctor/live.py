@@ -1,6 +1,4 @@
-"""A running Kvire server: what its metrics say about hits, misses and the store, and what to do
-about it.
-"""
+"""Hits, misses and the store of a running Kvire server by its metrics, with advice."""
 
 import http.client
 from collections.abc import Iterator
@@ -56,7 +54,7 @@ class LiveSamples:
         return cls(found)
 
     def get(self, name: str, **labels: str) -> float:
-        """One value; 0 where there is none."""
+        """One value; 0 if it is missing."""
         return self.values.get((name, tuple(sorted(labels.items()))), 0.0)
 
     def by(self, name: str, label: str) -> dict[str, float]:
@@ -72,7 +70,7 @@ class LiveSamples:
 def examine_server(url: str, api_key: str | None = None) -> dict[str, Any]:
     """Plain values: tokens by source, misses by reason, the tiers, findings.
 
-    Raises ConfigError where the URL leads to no Kvire server that lets us read its metrics.
+    Raises ConfigError if the URL leads to no Kvire server, or to one that refuses its metrics.
     """
     try:
         samples = LiveSamples.parse(_fetch(url, "/metrics", api_key))

@@ -1,4 +1,4 @@
-"""Lines of a request log as requests. What a line is, is seen from its content, line by line.
+"""Lines of a request log as requests. The content of each line decides its kind.
 
 A request's body may stand alone or be wrapped: {"request" | "body" | "input" | "params": {...},
 "response": {...}, "usage": {...}, "timestamp": ...}, also twice (batch files), also as JSON in a
@@ -55,9 +55,9 @@ NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?")  # before ISO: "1712123012345" is al
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """One prompt of the log.
+    """One prompt of a log.
 
-    line: its number, from 1; its place where the file is one JSON array.
+    line: its number, from 1; in a file with one JSON array, the element's number.
     api: the shape of its body.
     sent_s: seconds since the epoch, None if the line does not say.
     incomplete: part of the prompt is kept by the provider, not in the log.
@@ -74,9 +74,9 @@ class LoggedRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoggedUsage:
-    """What was counted of a request whose prompt is not in the log.
+    """Counted tokens of a request without its prompt in the log.
 
-    answer: names the answer; several lines, also of several files, may tell the same one.
+    answer: names the answer; several lines, also of several files, may have the same one.
     """
 
     line: int
@@ -86,7 +86,7 @@ class LoggedUsage:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A line that is no request.
+    """A line without a request.
 
     reason: never quotes the line.
     """
@@ -103,7 +103,7 @@ Item = LoggedRequest | LoggedUsage | Malformed
 
 
 def read_log(lines: Iterable[bytes]) -> Iterator[Item]:
-    """Everything in a log but its empty lines.
+    """All lines of a log but the empty ones.
 
     A body with several prompts gives several requests.
     """
@@ -125,8 +125,8 @@ def read_log(lines: Iterable[bytes]) -> Iterator[Item]:
 
 
 def _spread(first: list[bytes]) -> bytes | None:
-    """How a file begins that is not read line by line: "[" for one array, "{" for objects over
-    several lines.
+    """Beginning of a file with JSON over several lines: "[" for one array, "{" for objects; None if
+    each line stands alone.
     """
     begun = [line.strip() for line in first if line.strip()]
     if not begun:
@@ -182,7 +182,7 @@ def _requests(number: int, line: bytes, transcripts: Transcripts, *, is_text: bo
 
 
 def _value(line: bytes) -> Any:
-    """What a line says in JSON; None if it is none."""
+    """The JSON value of a line; None if it has none."""
     if line == TOO_LONG:
         raise _NotARequestError(f"longer than {LONGEST_LINE_BYTES >> 20} MiB, or JSON that never ends")
     try:
@@ -194,7 +194,7 @@ def _value(line: bytes) -> Any:
 
 
 def _text(line: bytes) -> str:
-    """A line that is a prompt by itself."""
+    """A line of plain text as a prompt."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -251,7 +251,7 @@ def _model(parts: Iterable[dict[str, Any]]) -> str:
 
 
 def _levels(value: dict[str, Any]) -> list[dict[str, Any]]:
-    """The line, and the objects inside each other down to the request's body, if there is one."""
+    """The line and its nested objects, down to the request's body if it has one."""
     levels = [_opened(value)]
     while not _is_body(levels[-1]) and len(levels) <= MOST_NESTED:
         if (inner := _unwrapped(levels[-1])) is None:
@@ -261,7 +261,7 @@ def _levels(value: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _opened(level: dict[str, Any]) -> dict[str, Any]:
-    """With JSON that stands in strings as what it says."""
+    """The object with JSON strings replaced by their values."""
     texts = {name: level[name] for name in MAY_BE_TEXT if isinstance(level.get(name), str)}
     return level | {name: _parsed(name, text) for name, text in texts.items()} if texts else level
 
@@ -296,7 +296,7 @@ def _unwrapped(level: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _answers(level: dict[str, Any], depth: int = 0) -> Iterator[dict[str, Any]]:
-    """The answer beside a request, and what it wraps."""
+    """The answer beside a request, and the objects in it."""
     for name in ANSWERS if depth else ("response", "output"):
         answer = level.get(name)
         if isinstance(answer, dict) and depth < MOST_NESTED:

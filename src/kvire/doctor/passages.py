@@ -37,7 +37,7 @@ DIGIT = re.compile(rb"\d")
 
 
 class Pattern(NamedTuple):
-    """How a kind of piece looks.
+    """Form of one kind of piece.
 
     group: the piece itself.
     has_blanks: whether there may be blanks in it.
@@ -73,8 +73,8 @@ PATTERNS = (
 
 
 def volatile_piece(sides: Sides) -> Spans | None:
-    """The piece of a known kind that both prompts have where they part, alike up to there; None if
-    there is none.
+    """The piece of a known kind at the place where two prompts part, in both of them; None if there
+    is none.
     """
     new_part, old_part = sides.new_part, sides.old_part
     back = min(BEFORE_BYTES, sides.at - new_part.content, sides.old_at - old_part.content)
@@ -134,7 +134,7 @@ REACH_BYTES = 16 << 10
 
 
 def thinking(sides: Sides) -> Spans | None:
-    """<think>...</think> that only one of the prompts has, or that differs."""
+    """A differing <think>...</think>, or one in only one of the prompts."""
     if not sides.same_kind:
         return None
     new = _tagged(sides.new, sides.at, sides.new_part.start, sides.new_part.end)
@@ -147,7 +147,7 @@ def thinking(sides: Sides) -> Spans | None:
 
 
 def _tagged(text: bytes, at: int, start: int, end: int) -> tuple[int, int] | None:
-    """The tagged passage that a byte lies in or begins."""
+    """The tagged passage around a byte, or from it on."""
     opened = max(text.rfind(b"<think", start, min(at + LONGEST_TAG_BYTES, end)), start)
     found = THINKING.match(text, opened, end)
     return found.span() if found and found.start() <= at < found.end() else None
@@ -168,7 +168,7 @@ def json_form(sides: Sides) -> Spans | None:
 
 
 def _value(text: bytes) -> tuple[object, int] | None:
-    """A JSON value at the front of a text, and how many bytes it takes."""
+    """A JSON value at the front of a text, and its length in bytes."""
     characters = text.decode("utf-8", "replace")
     try:
         value, end = json.JSONDecoder().raw_decode(characters)
@@ -178,7 +178,7 @@ def _value(text: bytes) -> tuple[object, int] | None:
 
 
 def white_space(sides: Sides) -> Spans | None:
-    """More, less or other white space, after which the text goes on the same."""
+    """More, less or other white space, with the same text after it."""
     back = 0
     while back < min(sides.at, sides.old_at) and sides.new[sides.at - back - 1] in BLANK:
         back += 1

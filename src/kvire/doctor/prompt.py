@@ -1,9 +1,9 @@
-"""A request's prompt as one run of bytes, in the order in which a provider reads it: that is what
-prefixes are of.
+"""A request's prompt as one run of bytes, in the provider's order of reading: prefixes are prefixes
+of this run.
 
 Each part begins with two bytes, PART and its kind: upper case for a new message, lower case for a
-further part of the same one. Reasoning is a part before the message that it led to, so that leaving
-it out changes nothing else. A prompt that is only text has no such mark, and is its own bytes.
+further part of the same one. Reasoning is a part before its message, so that leaving it out changes
+nothing else. A prompt of plain text has no such mark, and is its own bytes.
 """
 
 from collections.abc import Iterator
@@ -43,8 +43,8 @@ class LoggedPrompt:
     breakpoints: (end in bytes, seconds to live) of each cache_control, ascending; None where the
         request's API has none.
     media: images and files, of which only a digest is in the text.
-    refused_for: why the API refuses these breakpoints, so that the request caches nothing; None if
-        it takes them.
+    refused_for: why the API refuses these breakpoints, so that nothing is cached; None if it takes
+        them.
     """
 
     text: bytes
@@ -64,7 +64,7 @@ class PromptWriter:
         self.media = 0
 
     def add(self, kind: str, text: str, *, first: bool = True) -> None:
-        """A part.
+        """Add a part.
 
         first: whether a message (a tool, ...) begins with it.
         """
@@ -89,7 +89,7 @@ class PromptWriter:
         self._refused_for = self._refused_for or reason
 
     def prompt(self, *, has_breakpoints: bool = False) -> LoggedPrompt:
-        """What was added.
+        """The finished prompt.
 
         has_breakpoints: whether the API has them, also if there are none.
         """
@@ -101,9 +101,9 @@ class PromptWriter:
 
 
 class PromptPart(NamedTuple):
-    """A part of a prompt: its kind (upper case), where it begins and ends (bytes, mark included),
-    and its place among its like: tools and messages are counted from 1, messages without what
-    stands before them.
+    """A part of a prompt: its kind (upper case), its beginning and end (bytes, mark included), and
+    its number among its like: tools and messages count from 1, messages without the parts before
+    them.
     """
 
     kind: str
@@ -114,7 +114,7 @@ class PromptPart(NamedTuple):
 
     @property
     def content(self) -> int:
-        """Where its text begins, in bytes of the prompt."""
+        """Beginning of its text, in bytes of the prompt."""
         return self.end - len(self.text)
 
     @property
@@ -128,7 +128,7 @@ class PromptPart(NamedTuple):
 
 
 def parts_of_prompt(text: bytes) -> list[PromptPart]:
-    """The parts of a prompt's bytes; a prompt that is only text is one part of kind ""."""
+    """The parts of a prompt's bytes; a prompt of plain text is one part of kind ""."""
     if not text.startswith(PART):
         return [PromptPart("", 0, len(text), 0, text)]
     return list(_parts(text))

@@ -1,10 +1,9 @@
-"""Bodies of requests as prompts: which text stands where in the prompt that the provider makes of
-them.
+"""Bodies of requests as prompts: the order of their text in the provider's prompt.
 
-Tools come first, then what constrains the answer's format, then the system prompt, then the
-messages. Anthropic gives this order for its cache (tools, system, messages); OpenAI's guide says
-the same of tools and of schemas, which go before the system message. The real templates add a few
-tokens per message, which are not known and not counted.
+Tools come first, then the answer's format, then the system prompt, then the messages. Anthropic
+gives this order for its cache (tools, system, messages); OpenAI's guide puts tools and schemas
+before the system message, too. The real templates add a few tokens per message; they are not known
+and not counted.
 """
 
 import json
@@ -62,9 +61,7 @@ def of_completion(body: dict[str, Any]) -> list[p.LoggedPrompt]:
 
 
 def of_chat(body: dict[str, Any]) -> p.LoggedPrompt:
-    """OpenAI chat completions, and everything that looks like it; with cache_control, where a
-    gateway passes it on.
-    """
+    """OpenAI chat completions and the like; with cache_control if a gateway passes it on."""
     out = p.PromptWriter()
     _tools(out, body.get("tools") or body.get("functions"))
     _format(out, body.get("response_format"))
@@ -162,7 +159,7 @@ def _blocks(out: p.PromptWriter, kind: str, blocks: Any) -> None:
 
 
 def _mark(out: p.PromptWriter, block: dict[str, Any]) -> None:
-    """A breakpoint, if the block has one; what the API refuses about it is noted (its prompt
+    """Add the block's breakpoint, if any; notes a reason of the API for refusing it (its prompt
     caching guide).
     """
     control = block.get("cache_control")
@@ -179,7 +176,7 @@ def _mark(out: p.PromptWriter, block: dict[str, Any]) -> None:
 
 
 def _content(out: p.PromptWriter, kind: str, content: Any, *, name: str = "") -> bool:
-    """Add a message's content; whether the message's first part is still to come."""
+    """Add a message's content. True if it had no part: the message's first one is still to come."""
     if isinstance(content, str):
         out.add(kind, name + content)
         return False
@@ -233,7 +230,7 @@ def _digest(out: p.PromptWriter, block: Any) -> str:
 
 
 def _result(out: p.PromptWriter, content: Any) -> str:
-    """What a tool gave: text, or blocks of text, images and files. All of it is one block."""
+    """A tool's result (text, or blocks of text, images and files) as one block."""
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         return _as_text(content)
     return "".join(_result_block(out, block) for block in content)
@@ -247,7 +244,7 @@ def _result_block(out: p.PromptWriter, block: dict[str, Any]) -> str:
 
 
 def _written(source: Any) -> Any:
-    """The text of a document that is text."""
+    """The text of a plain-text document."""
     return source.get("data") if isinstance(source, dict) and source.get("type") == "text" else None
 
 

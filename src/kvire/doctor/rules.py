@@ -1,5 +1,5 @@
-"""What a provider's cache gives back of a prompt that it could have (lengths, steps, times to live,
-breakpoints), and what that saves at its prices.
+"""Tokens that a provider's cache gives back by its rules (lengths, steps, times to live,
+breakpoints), and the money that saves.
 """
 
 import re
@@ -28,7 +28,7 @@ class CacheRules:
 
     min_tokens: a shorter prefix is not cached.
     step_tokens: a hit is a multiple of this.
-    ttl_s: how long an entry lives after its last use.
+    ttl_s: life of an entry after its last use.
     explicit: only prefixes that end at a breakpoint are cached.
     """
 
@@ -38,7 +38,7 @@ class CacheRules:
     explicit: bool = False
 
     def whole_steps(self, tokens: int) -> int:
-        """What is left of a prefix."""
+        """Length of a prefix, cut to whole steps; 0 if it is too short."""
         return tokens - tokens % self.step_tokens if tokens >= self.min_tokens else 0
 
 
@@ -57,8 +57,7 @@ class Written(NamedTuple):
 
 
 class ReuseRules(NamedTuple):
-    """Tokens of one prompt: tokens that a cache gives back, and tokens that it could have given, by
-    was in the way.
+    """Tokens of one prompt: given back by a cache, and lost, by the reason.
 
     written: where writing is priced; where breakpoints are assumed, by the earlier prompt that this
         one finds.
@@ -77,7 +76,7 @@ class ReuseRules(NamedTuple):
 def reuse(
     rules: CacheRules, steps: Sequence[TreeStep], prompt: LoggedPrompt, ruler: Ruler, now_s: float | None
 ) -> ReuseRules:
-    """What a cache with these rules has of a prompt.
+    """Tokens of a prompt in a cache with these rules.
 
     now_s: None where times are not known: nothing expires.
     """
@@ -90,7 +89,7 @@ def reuse(
         written = _written(rules, prompt, ruler, ruler.before(alive) if rules.whole_steps(fresh) else 0)
         marks_too_little = bool(prompt.breakpoints) and not _marked(rules, prompt, ruler, 0)
     else:
-        # Whoever came by a step came by all before it: the last that is fresh has only fresh ones
+        # A prompt through a step went through all before it: the last fresh one has only fresh ones
         # before it.
         end = next((step.end for step in reversed(steps) if _is_fresh(step.used_s, now_s, rules.ttl_s)), 0)
         young = _shared_tokens(ruler, end)
@@ -112,10 +111,10 @@ def reuse_after_fix(
     ruler: Ruler,
     age_s: float | None,
 ) -> int:
-    """What a cache would give back if a prompt shared `tokens` tokens with the closest earlier one,
-    last used `age_s` seconds ago.
+    """Tokens given back if a prompt shared `tokens` tokens with the closest earlier one, last used
+    `age_s` seconds ago.
 
-    reached: end of the part that they then share, in the prompt.
+    reached: end of their then common part, in the prompt.
     lost_bytes: differing bytes before that place.
     """
     marked = rules.explicit and prompt.breakpoints is not None
@@ -135,7 +134,7 @@ def reuse_after_fix(
 def written_after_fix(
     rules: CacheRules, prompt: LoggedPrompt, before: int, after: int, ruler: Ruler, *, is_first: bool
 ) -> Written:
-    """How many tokens more are written if a cache gives back `after` tokens of a prompt instead of
+    """Additional tokens written if a cache gives back `after` tokens of a prompt instead of
     `before`.
 
     Where the prompt's breakpoints had them written, so many fewer. Where breakpoints are assumed,
@@ -150,8 +149,8 @@ def written_after_fix(
 
 
 def entries_written(steps: Sequence[TreeStep], prompt: LoggedPrompt, now_s: float | None) -> list[tuple[int, int]]:
-    """What a request with breakpoints leaves in the cache: ends in bytes and seconds to live; 0 for
-    what it read.
+    """Cache entries of a request with breakpoints: ends in bytes and seconds to live; 0 for entries
+    it read.
     """
     entries = dict(prompt.breakpoints or ())
     _, read = _entries(steps, prompt, now_s)
@@ -171,8 +170,8 @@ def whole_parts(text: bytes, end: int) -> int:
 
 
 def _written(rules: CacheRules, prompt: LoggedPrompt, ruler: Ruler, read: int) -> Written:
-    """What a prompt of which `read` tokens were found has written: to the last mark for an hour,
-    then to the last.
+    """Tokens written by a prompt with `read` tokens found: to the last mark for an hour, then to
+    the last mark.
 
     As Anthropic bills mixed lifetimes (its prompt caching guide). A prefix below the minimum is not
     written.
@@ -182,8 +181,8 @@ def _written(rules: CacheRules, prompt: LoggedPrompt, ruler: Ruler, read: int) -
 
 
 def _marked(rules: CacheRules, prompt: LoggedPrompt, ruler: Ruler, least_s: int) -> int:
-    """Tokens up to the last breakpoint for at least so long; 0 if there is none that ends enough
-    for a cache.
+    """Tokens up to the last breakpoint that lives at least `least_s`; 0 if there is none, or
+    they are too few for a cache.
     """
     marked = max((at for at, ttl_s in (prompt.breakpoints or ()) if ttl_s >= least_s), default=0)
     tokens = ruler.before(marked)
@@ -193,9 +192,7 @@ def _marked(rules: CacheRules, prompt: LoggedPrompt, ruler: Ruler, least_s: int)
 def _read_before(
     rules: CacheRules, steps: Sequence[TreeStep], prompt: LoggedPrompt, ruler: Ruler, now_s: float | None
 ) -> int:
-    """Where breakpoints are assumed: tokens that the last prompt on this way found itself, so had
-    not written.
-    """
+    """With assumed breakpoints: tokens found, so not written, by the last prompt on this way."""
     end = 0
     for step in steps:
         before_s, then_s = step.used_before_s, None if now_s is None else step.used_s
@@ -207,8 +204,8 @@ def _read_before(
 
 
 def _entries(steps: Sequence[TreeStep], prompt: LoggedPrompt, now_s: float | None) -> tuple[int, int]:
-    """The longest prefix that an entry was ever written for and a breakpoint looks back to; the
-    same of those alive.
+    """Longest prefix with an entry within reach of a breakpoint: of all entries, and of the living
+    ones.
     """
     written = alive = 0
     ends = [end for end, _ in prompt.breakpoints or ()]
@@ -243,7 +240,7 @@ def _shared_tokens(ruler: Ruler, end: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CacheOffer:
-    """A model's price, and which of the rules of a diagnosis are its cache's.
+    """A model's price, and the index of its cache's rules in CacheOffers.rules.
 
     in_log: whether the log asks for it.
     """
@@ -253,8 +250,8 @@ class CacheOffer:
     in_log: bool
 
     def saved_usd(self, found_tokens: int, written: Written) -> float:
-        """Against no cache: what tokens found cost less than input, less what tokens written cost
-        more.
+        """Savings against no cache: the discount on found tokens, less the surcharge on written
+        ones.
 
         Below 0 where too few of the written tokens are found again.
         """
@@ -272,8 +269,8 @@ class CacheOffers:
         self.rules = list(dict.fromkeys(map(rules_of, table.prices)))
 
     def choose(self, models: Iterable[str], wanted: Sequence[str] = ()) -> list[CacheOffer]:
-        """The priced models among those of a log, then the first of each other provider; or those
-        that are wanted, by name.
+        """The log's priced models, then the first model of each other provider; or the wanted ones,
+        by name.
 
         Raises ConfigError if a wanted one has no price.
         """
@@ -288,7 +285,7 @@ class CacheOffers:
         return [CacheOffer(price, self.rules.index(rules_of(price)), price in asked) for price in chosen]
 
     def check(self, wanted: Sequence[str]) -> None:
-        """Raise ConfigError, before any work, if there is no price for a name."""
+        """Raises ConfigError, before any work, if a name has no price."""
         for name in wanted:
             try:
                 self.table.find(name)
@@ -305,8 +302,8 @@ def rules_of(price: Price) -> CacheRules:
 
 
 def _is_named(priced: str, logged: str) -> bool:
-    """Whether a log's model name means a priced model: with a vendor's and a region's prefix, a
-    date, dashes for dots, Bedrock's version.
+    """Whether a log's model name means a priced model: a vendor's or region's prefix, a date,
+    dashes for dots and Bedrock's version may differ.
     """
     plain = re.sub(r"^(?:[a-z-]+\.)?(?:anthropic|amazon|meta)\.", "", logged.rsplit("/", 1)[-1].lower())
     plain = re.sub(r"-v\d+(?::\d+)*$", "", plain)

@@ -1,5 +1,5 @@
-"""Where two prompts part, and differences between whole parts: tools, settings, images, reasoning,
-messages that came or went.
+"""The place where two prompts part, and differences of whole parts: tools, settings, images,
+reasoning, added and removed messages.
 """
 
 import json
@@ -13,7 +13,7 @@ from kvire.doctor.prompt import FORMAT, MEDIA, REASONING, SETTINGS, TOOL, Prompt
 
 
 class Spans(NamedTuple):
-    """A differing piece: where it begins and ends in the new prompt and in the old one."""
+    """A differing piece: its beginning and end in the new prompt and in the old one."""
 
     cause: Cause
     new_start: int
@@ -24,10 +24,10 @@ class Spans(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Two prompts that are the same (or alike, see compare.py) up to new[at] and old[old_at], which
+    """Two prompts, the same (or alike, see likeness.py) up to new[at] and old[old_at], where they
     differ.
 
-    new_index, old_index: of the parts that hold these bytes.
+    new_index, old_index: of the parts with these bytes.
 
     Where one prompt is at the end of a part and the other still inside of it, both count as inside.
     """
@@ -49,7 +49,7 @@ class Sides:
         new: tuple[bytes, int, int],
         old: tuple[bytes, int, int],
     ) -> Self:
-        """Where two prompts part.
+        """Two prompts at their first differing byte.
 
         new, old: text, the first byte that differs, index of the part that has this byte.
         """
@@ -63,12 +63,12 @@ class Sides:
 
     @property
     def new_part(self) -> PromptPart:
-        """Where the new prompt starts to differ."""
+        """Part of the new prompt with the first differing byte."""
         return self.new_parts[self.new_index]
 
     @property
     def old_part(self) -> PromptPart:
-        """Where the old prompt starts to differ."""
+        """Part of the old prompt with the first differing byte."""
         return self.old_parts[self.old_index]
 
     @property
@@ -85,7 +85,7 @@ MOST_PERMUTED = 256
 
 
 def tools(sides: Sides) -> Spans | None:
-    """Other tools, or the same in another order. None if it is a tool's text that differs."""
+    """Other tools, or the same in another order. None if only a tool's text differs."""
     if TOOL not in (sides.new_part.kind, sides.old_part.kind):
         return None
     new = [part for part in sides.new_parts if part.kind == TOOL]
@@ -127,12 +127,12 @@ def media(sides: Sides) -> Spans | None:
 
 
 def reasoning(sides: Sides) -> Spans | None:
-    """Reasoning of an earlier turn that only one of the prompts has, or that differs."""
+    """Differing reasoning of an earlier turn, or reasoning in only one of the prompts."""
     return _whole(sides, (REASONING,), Cause.REASONING)
 
 
 def _whole(sides: Sides, kinds: tuple[str, ...], cause: Cause) -> Spans | None:
-    """The part on each side that is of these kinds; nothing on a side where it is not."""
+    """The part on each side if it is of these kinds; nothing on a side with another kind."""
     new, old = sides.new_part, sides.old_part
     if new.kind not in kinds and old.kind not in kinds:
         return None
@@ -146,7 +146,7 @@ def _whole(sides: Sides, kinds: tuple[str, ...], cause: Cause) -> Spans | None:
 
 
 def shifted(sides: Sides) -> Spans | None:
-    """Messages that went from the front of the history, were put before it, or changed places."""
+    """Messages removed from the front of the history, put before it, or in other places."""
     new, old, i, j = sides.new_parts, sides.old_parts, sides.new_index, sides.old_index
     start, old_start = sides.new_part.start, sides.old_part.start
     if moved := permuted([_identity(part) for part in new[i:]], [_identity(part) for part in old[j:]]):
@@ -161,7 +161,10 @@ def shifted(sides: Sides) -> Spans | None:
 
 
 def _find(wanted: list[PromptPart], index: int, parts: list[PromptPart], start: int) -> int | None:
-    """Where, after `start`, the part wanted[index] stands among others."""
+    """Index of the part wanted[index] in `parts`, after `start`.
+
+    None if it is not there, or too short to be told from others.
+    """
     part = wanted[index]
     for k in range(start + 1, len(parts)):
         if parts[k].text == part.text and parts[k].kind == part.kind:
@@ -178,8 +181,8 @@ def _identity(part: PromptPart) -> tuple[str, bytes]:
 
 
 def permuted(new: Sequence[Hashable], old: Sequence[Hashable]) -> int:
-    """How many of the first elements are the same on both sides in another order; 0 if there is no
-    such number.
+    """Number of first elements that are the same on both sides in another order; 0 if there is
+    none.
     """
     if not new or new[0] not in old:
         return 0

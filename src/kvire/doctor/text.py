@@ -1,4 +1,4 @@
-"""A diagnosis, or a look at a live server, for the terminal."""
+"""A diagnosis in words: for the terminal, and as a page for the browser."""
 
 from typing import Any
 
@@ -8,8 +8,11 @@ from rich.padding import Padding
 from rich.table import Table
 
 from kvire.doctor.findings import counted
+from kvire.report.charts import Labels, Series, bars
+from kvire.report.page import Page
 
 MOST_FINDINGS = 10
+MOST_BARS = 6  # providers in the chart of shares
 LOSSES = {
     "expired": "expired",
     "no_breakpoint": "without breakpoint",
@@ -29,8 +32,44 @@ def print_diagnosis(values: dict[str, Any], console: Console) -> None:
         console.print(block)
 
 
+def diagnosis_page(values: dict[str, Any]) -> Page:
+    """The diagnosis as an HTML page.
+
+    values: of `diagnosis_values`.
+    """
+    page = Page("What caching could save", headline(values)).text(basis(values))
+    if (skipped := malformed(values)) is not None:
+        page.note(skipped)
+    for note in values["notes"]:
+        page.note(note)
+    if not values["requests"]:
+        return page
+    page.figure(_shares(values), "Shares of all prompt tokens.")
+    page.heading("Providers").text(
+        "What each cache would give back of these very prompts, and what its rules cost: prefixes that expired, that "
+        "no breakpoint ends, that are too short, or cut to whole steps. Tokens; USD saved against no cache, less what "
+        "writing costs. A star marks models that the log does not ask for."
+    )
+    page.table(*provider_rows(values))
+    for line in losses(values):
+        page.note(line)
+    page.heading("Where prompts part that are otherwise the same")
+    if not values["findings"]:
+        page.text("No cause was found: where prompts part, they go on with other text.")
+    else:
+        page.text(
+            "Tokens are what prompts would share beyond what they do, if this cause and those before it in the same "
+            "prompt were mended; USD what of it each provider's rules would give back."
+        )
+        page.table(*finding_rows(values))
+    for number, finding in enumerate(values["findings"], 1):
+        page.heading(f"{number}. {causes(finding)}, {finding['where']}")
+        page.text(f"{example_line(finding)}.\n\n{finding['advice']}")
+    return page.text(f"Prices: table of {values['prices_date']}; verify before relying on it.")
+
+
 def headline(values: dict[str, Any]) -> str:
-    """The finding in a sentence or two."""
+    """The result in a sentence or two."""
     counted_alone = values["without_prompt"]
     known = "" if counted_alone is None else _counted_alone(counted_alone)
     if not values["requests"]:
@@ -55,7 +94,7 @@ def _counted_alone(counted_alone: dict[str, Any]) -> str:
 
 
 def basis(values: dict[str, Any]) -> str:
-    """What the figures rest on."""
+    """Basis of the figures."""
     if not values["requests"]:
         return "Nothing can be compared without prompts."
     hours = values["hours"]
@@ -65,7 +104,7 @@ def basis(values: dict[str, Any]) -> str:
 
 
 def malformed(values: dict[str, Any]) -> str | None:
-    """What was skipped; None if nothing was."""
+    """The skipped lines; None if there are none."""
     if not values["malformed"]["lines"]:
         return None
     first = ", ".join(
@@ -75,15 +114,13 @@ def malformed(values: dict[str, Any]) -> str | None:
 
 
 def losses(values: dict[str, Any]) -> list[str]:
-    """The providers where caching these prompts costs more than none at all, or does nothing; a
-    sentence each.
-    """
+    """A sentence for each provider whose cache costs more than it saves here, or does nothing."""
     lost = [_loss(one) for one in values["providers"] if one["saved_usd"] < 0]
     return lost + [_marks_too_little(one) for one in values["providers"] if one["marks_too_little"]]
 
 
 def provider_rows(values: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """What each provider's rules leave: headers, rows."""
+    """Results by each provider's rules: headers, rows."""
     headers = ["as if sent to", "rules", "cached", "saves", *LOSSES.values()]
     rows = []
     for one in values["providers"]:
@@ -96,7 +133,7 @@ def provider_rows(values: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def finding_rows(values: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """What mending each cause saves: headers, rows."""
+    """Savings from mending each cause: headers, rows."""
     offers = values["providers"]
     headers = ["", "cause", "where", "requests", "tokens", "share", *(f"USD, {one['model']}" for one in offers)]
     own = bool(values["findings"]) and values["findings"][0]["prefill_s_per_1000_requests"] is not None
@@ -118,12 +155,12 @@ def finding_rows(values: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def causes(finding: dict[str, Any]) -> str:
-    """One cause, or several that stand together."""
+    """One cause, or several at one place."""
     return " + ".join([finding["cause"], *finding["together_with"]])
 
 
 def example_line(finding: dict[str, Any]) -> str:
-    """Where it was first seen, and what stands there."""
+    """First place of a finding, and the text there."""
     example = finding["example"]
     return (
         f"line {_place(example['line'], example['log'])} against line "
@@ -134,7 +171,7 @@ def example_line(finding: dict[str, Any]) -> str:
 
 
 def usd(amount: float) -> str:
-    """Cents where it is little."""
+    """An amount; with parts of a cent if it is small."""
     return f"{amount:,.2f}" if abs(amount) >= 1 else f"{amount:.4f}" if amount else "0"
 
 
@@ -216,3 +253,23 @@ def _quoted(piece: str) -> str:
 
 def _span(seconds: float) -> str:
     return f"{seconds / 3600:g} h" if seconds >= 3600 else f"{seconds / 60:g} min"
+
+
+def _shares(values: dict[str, Any]) -> str:
+    names, shares = ["could be cached"], [values["ideal"]["share"]]
+    if values["measured"] is not None:
+        names.append("really cached")
+        shares.append(values["measured"]["share"])
+    for one in values["providers"][:MOST_BARS]:
+        names.append(one["provider"])
+        shares.append(one["share"])
+    if values["findings"]:
+        names.append("after mending")
+        shares.append(values["after_fixes"]["share"])
+    labels = Labels(
+        "Prompt tokens that a cache gives back",
+        ", ".join(f"{name} {share:.1%}" for name, share in zip(names, shares, strict=True)),
+        "",
+        "% of prompt tokens",
+    )
+    return bars(names, [Series("share", [100 * share for share in shares])], labels)

@@ -1,6 +1,4 @@
-"""How many tokens a prompt has, and at which token a byte lies: estimated, or counted with a
-tokenizer.
-"""
+"""Tokens of a prompt, and before a byte of it: estimated, or counted with a tokenizer."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -22,7 +20,7 @@ class Ruler(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Of all of it."""
+        """Of the whole prompt."""
 
     def before(self, end_bytes: int) -> int:
         """Whole tokens in the prompt's first bytes."""
@@ -40,9 +38,7 @@ class Counter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EstimatedRuler:
-    """So many bytes make a token, everywhere in the prompt but in its first lead_bytes, which make
-    none.
-    """
+    """Equally many bytes per token in the whole prompt; its first lead_bytes make none."""
 
     tokens: int
     bytes_per_token: float
@@ -54,8 +50,8 @@ class EstimatedRuler:
 
 
 class Estimate:
-    """Bytes / 4 until a model's `usage` says better: a prompt with usage has exactly its tokens,
-    one without gets the bytes per token of those of its model so far.
+    """Bytes / 4 until a model's `usage` is known: a prompt with usage has exactly its tokens, one
+    without gets the bytes per token of its model's earlier ones.
     """
 
     def __init__(self) -> None:
@@ -93,7 +89,7 @@ class Estimate:
 class CountedRuler:
     """Converts bytes to tokens by the prompt's own tokens.
 
-    ends: where each token ends in the prompt, in bytes, ascending.
+    ends: end of each token in the prompt, in bytes, ascending.
     """
 
     ends: Sequence[int]

@@ -1,29 +1,27 @@
-"""Every prompt so far, as a radix tree over bytes: shared beginnings are kept once, and found to
-the byte.
+"""All prompts so far, as a radix tree over bytes: shared prefixes are kept once, and found to the
+byte.
 
-It takes at most the memory it is given; then the ends that nobody came by for longest are forgotten
-first.
+It has a limit of memory; beyond it, the least recently used ends are forgotten first.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# What a node takes beside its text: measured on CPython 3.11, rounded up.
+# Memory of a node beside its text: measured on CPython 3.11, rounded up.
 NODE_BYTES = 500
 
 
 class Node:
-    """A run of bytes after its parent's. Everybody who came by came by all of it.
+    """A run of bytes after its parent's. Every prompt through a node has all of its bytes.
 
-    used_s: when the last one did;
-    used_before_s: the one before, None if there was none.
-    line: in which line of the log the last one was.
-    turn: as which of all prompts, from 1.
-    kept_until_s, kept_for_s: when the provider's entry that ends here expires, and how long a read
-        prolongs it; 0 if nobody had one written here.
-    mended: by which rules (bits) a prompt that ends here would be in the cache if causes were
-        mended.
+    used_s: time of the last prompt through it;
+    used_before_s: of the one before, None if there was none.
+    line: the last prompt's line of the log.
+    turn: its number among all prompts, from 1.
+    kept_until_s, kept_for_s: expiry of the provider's entry that ends here, and its seconds to live
+        after a read; 0 if none was written here.
+    mended: rules (bits) by which a prompt ending here would be in the cache if causes were mended.
     """
 
     __slots__ = (
@@ -52,8 +50,8 @@ class Node:
         return b"".join(reversed(labels))
 
     def mended_on_the_way(self) -> int:
-        """The rules (bits) by which this prompt, or one that it begins with, would be
-        in the cache.
+        """Rules (bits) by which this prompt, or another one that is its prefix, would be in the
+        cache.
         """
         mended = self.mended
         node = self.parent
@@ -63,7 +61,7 @@ class Node:
         return mended
 
     def latest(self, before_turn: int) -> "Node":
-        """The end of the last prompt that went on from here, of those before another."""
+        """End of the latest prompt through this node, of turns below `before_turn`."""
         node = self
         while earlier := [child for child in node.children.values() if child.turn < before_turn]:
             node = max(earlier, key=lambda child: child.turn)
@@ -71,9 +69,9 @@ class Node:
 
 
 class TreeStep(NamedTuple):
-    """A node on a prompt's way as it was before.
+    """A node on a prompt's way, in its state before the prompt.
 
-    end: how far the prompt agrees with the tree, at most its end.
+    end: end of the common bytes of prompt and tree, at most the node's.
     """
 
     end: int
@@ -84,10 +82,10 @@ class TreeStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What the tree knew of a prompt: steps from the root on.
+    """The tree's earlier knowledge of a prompt: steps from the root on.
 
-    node: where the prompt ends in the tree now.
-    beside: the end of the last prompt that left this one's way where this one left the tree, or
+    node: end of the prompt in the tree now.
+    beside: end of the latest prompt on another way from the place where this one left the tree, or
         None.
     """
 
@@ -97,7 +95,7 @@ class Match:
 
     @property
     def depth(self) -> int:
-        """Bytes that some earlier prompt began with as well."""
+        """Length of the longest prefix shared with an earlier prompt, in bytes."""
         return self.steps[-1].end if self.steps else 0
 
 
@@ -113,8 +111,8 @@ class PrefixTree:
         self.forgotten_bytes = 0
 
     def depth(self, scope: str, text: bytes) -> tuple[int, Node | None]:
-        """Bytes of the text that are known in a scope, and the node that the last of them lies in;
-        changes nothing.
+        """Length of the text's longest known prefix in a scope, in bytes, and the node of its last
+        byte. Changes nothing.
         """
         node, depth = self._roots.get(scope), 0
         if node is None:
@@ -128,7 +126,7 @@ class PrefixTree:
         return depth, node if depth else None
 
     def scopes(self) -> list[str]:
-        """Those that have prompts."""
+        """Scopes with prompts."""
         return list(self._roots)
 
     def observe(self, scope: str, text: bytes, now_s: float, line: int) -> Match:
@@ -182,8 +180,8 @@ class PrefixTree:
             self._leaves.move_to_end(node)
 
     def _split(self, lower: Node, length: int) -> Node:
-        """The node of the first bytes of another, which keeps the rest (and so stays the end of its
-        prompts).
+        """A new node for the first bytes of another. That one keeps the rest, and stays the end of
+        its prompts.
         """
         parent = lower.parent
         assert parent is not None and 0 < length < len(lower.label)
@@ -205,7 +203,7 @@ class PrefixTree:
         return leaf
 
     def _shrink(self, kept: Node) -> None:
-        """Forget what nobody came by for longest, but not the prompt that ends at `kept`."""
+        """Forget the least recently used ends, but not the prompt that ends at `kept`."""
         while self.used_bytes > self._capacity_bytes:
             leaf = next((one for one in self._leaves if one is not kept), None)
             if leaf is None:
@@ -222,7 +220,7 @@ class PrefixTree:
 
 
 def common_prefix(a: bytes, a_start: int, b: bytes, b_start: int) -> int:
-    """Bytes that two texts share from the given places on."""
+    """Number of common bytes of two texts from the given places on."""
     most = min(len(a) - a_start, len(b) - b_start)
     low, step = 0, 64
     while low < most:

@@ -1,8 +1,7 @@
-"""What a log says was counted of a prompt: every API and gateway names it in its own way, one row
-of FORMS each.
+"""Token counts of a prompt in a log: one row of FORMS for the names of each API and gateway.
 
-Transcripts of agents (Claude Code, Codex) hold nothing else: answers and what was counted, never a
-whole request.
+Transcripts of agents (Claude Code, Codex) have answers with their counts, and never a whole
+request.
 """
 
 import json
@@ -13,11 +12,11 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """What the provider counted.
+    """Counts of the provider.
 
-    prompt_tokens: all of the prompt's, also where the API counts cached ones apart (Anthropic).
-    cached_tokens: of these, the ones read from a cache; None if the log does not say.
-    written_tokens: of these, the ones written into a cache; 0 if the log does not say.
+    prompt_tokens: of the whole prompt, also if the API counts cached ones apart (Anthropic).
+    cached_tokens: of these, tokens read from a cache; None if the log does not say.
+    written_tokens: of these, tokens written into a cache; 0 if the log does not say.
     """
 
     prompt_tokens: int
@@ -26,7 +25,7 @@ class TokenUsage:
 
 
 class UsageForm(NamedTuple):
-    """Where one kind of record has its counts.
+    """Places of the counts in one kind of record.
 
     A dot leads into an object; of several fields the largest count holds.
 
@@ -128,8 +127,8 @@ def read_usage(record: Any) -> TokenUsage | None:
 
 
 def usage_in(parts: Iterable[dict[str, Any]]) -> TokenUsage | None:
-    """The first record in the parts of a line that counts cached tokens, else the first that counts
-    a prompt.
+    """The first record of a line with a count of cached tokens, else the first with a count of a
+    prompt.
     """
     places = (place for part in parts for place in (*(_at(part, path) for path in PLACES), part))
     found = [usage for place in places if (usage := read_usage(place))]
@@ -137,8 +136,8 @@ def usage_in(parts: Iterable[dict[str, Any]]) -> TokenUsage | None:
 
 
 def _leaves_out(record: dict[str, Any], given: int, beside: int) -> bool:
-    """Whether a count that should hold the cached tokens does not: some clients pass on the
-    provider's own.
+    """Whether a count lacks the cached tokens that it should include: some clients pass on the
+    provider's own count.
 
     A whole cannot be less than its parts; and a record that has the total of prompt and answer
     tells it.
@@ -177,13 +176,13 @@ class Transcripts:
         return isinstance(value.get("type"), str) and any(mark in value for mark in MARKS)
 
     def answer(self, value: dict[str, Any]) -> tuple[str, TokenUsage] | None:
-        """What a line counts, and of which answer: several lines may tell the same one.
+        """Name of a line's answer, and its counts; several lines may have the same answer.
 
         None if it counts nothing.
 
-        Claude Code writes a line per block of an answer, each with the usage of all of it. Codex
-        tells its counts again whenever the display is refreshed, and again in the file of a session
-        that goes on from another.
+        Claude Code writes a line per block of an answer, each with the usage of the whole answer.
+        Codex repeats its counts with every refresh of the display, and in the file of a session
+        that continues another.
         """
         payload = value.get("payload")
         found = self._codex(value, payload) if isinstance(payload, dict) else _claude_code(value)

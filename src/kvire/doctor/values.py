@@ -1,4 +1,4 @@
-"""A diagnosis as plain values: the JSON of `kvire doctor --json`, and what tables are made of."""
+"""A diagnosis as plain values: the JSON of `kvire doctor --json`, and the source of all tables."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -59,7 +59,7 @@ def diagnosis_values(
 
 
 def diagnosis_notes(diagnosis: Diagnosis) -> list[str]:
-    """Limits of the figures, and faults besides the places where prompts part."""
+    """Limits of the figures, and faults other than parting prompts."""
     totals = diagnosis.totals
     said = []
     if totals.timed < totals.requests:
