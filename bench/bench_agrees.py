@@ -21,10 +21,10 @@ import peers
 import reporting
 from reporting import Bar, figure, medians
 
+from kvire.bench.arms.server import free_port
 from kvire.bench.client import Endpoint, ask_completion
 from kvire.bench.load import Loop, send_all
-from kvire.bench.prompts import BenchPrompt, Script, message
-from kvire.bench.server import free_port
+from kvire.bench.work.prompts import BenchPrompt, Script, message
 
 MODEL, KV_MEMORY, SLOTS = "smollm2", "1GiB", 4
 QUESTIONS = ("What are the main risks?", "Which region grew most?", "Summarise the costs.", "What does the board plan?")

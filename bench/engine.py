@@ -26,7 +26,7 @@ from limits import Roofline
 from reporting import figure, medians, ratios
 
 from kvire import LLM
-from kvire.bench.server import free_port
+from kvire.bench.arms.server import free_port
 from kvire.models.loader import load_model
 from kvire.models.resolve import resolve
 

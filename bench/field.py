@@ -31,8 +31,8 @@ from limits import Roofline
 from peers import MissingPeerError, Server
 from reporting import figure, medians
 
+from kvire.bench.arms.server import free_port
 from kvire.bench.figures import number
-from kvire.bench.server import free_port
 from kvire.models.embedded import EMBEDDED, find_embedded
 from kvire.models.resolve import resolve
 from kvire.report.charts import Labels, Series, bars

@@ -10,8 +10,8 @@ from time import perf_counter
 
 from reporting import ROOT
 
+from kvire.bench.arms.server import process_answering
 from kvire.bench.client import Endpoint
-from kvire.bench.server import process_answering
 
 PEERS = ROOT.parent / "shared" / "peers"
 ENVIRONMENTS = ROOT / ".peers"

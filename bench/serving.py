@@ -35,8 +35,8 @@ from limits import Roofline
 from peers import Command, MissingPeerError, Server
 from serving_rows import KVIRE, LLAMA, VLLM, VLLM_ALL, Row, Samples, memory, rows_of
 
+from kvire.bench.arms.server import free_port
 from kvire.bench.figures import number
-from kvire.bench.server import free_port
 from kvire.models.resolve import resolve
 
 MODEL = "smollm2"

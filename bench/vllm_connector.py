@@ -32,7 +32,7 @@ from limits import Roofline
 from peers import Command, Server
 from reporting import Bar, figure, ratios
 
-from kvire.bench.server import free_port
+from kvire.bench.arms.server import free_port
 from kvire.models.resolve import resolve
 
 MODEL = "smollm2"

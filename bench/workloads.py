@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvire.bench.client import Endpoint, ask_completion
-from kvire.bench.prompts import message
+from kvire.bench.work.prompts import message
 
 VOCABULARY = ("harbour", "ledger", "orchard", "signal", "timber", "copper", "valley", "engine", "mirror", "winter")
 QUESTIONS = ("What is it about?", "Which place comes first?", "What follows from it?", "Who would disagree?")

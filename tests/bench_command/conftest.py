@@ -12,8 +12,8 @@ import pytest
 from models.tiny import make_tiny
 from server.serving import listening
 
+from kvire.bench.arms.server import RunningServer
 from kvire.bench.client import Endpoint
-from kvire.bench.server import RunningServer
 from kvire.cli.main import cli
 from kvire.llm import LLM
 
@@ -39,4 +39,4 @@ def no_processes(monkeypatch: pytest.MonkeyPatch, loading_pays: None) -> None:
         with LLM(given["model"], **more) as llm, listening(llm.client, model) as served:
             yield RunningServer(replace(endpoint, url=f"{served.url}/v1", model=model), os.getpid())
 
-    monkeypatch.setattr("kvire.bench.kvire_repeat.serving", serving)
+    monkeypatch.setattr("kvire.bench.arms.kvire_repeat.serving", serving)

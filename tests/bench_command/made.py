@@ -6,11 +6,11 @@ from typing import Any
 from kvire.bench.arm import MeasuredPass
 from kvire.bench.client import StreamedAnswer
 from kvire.bench.load import Pass, Sample
-from kvire.bench.prompts import BenchPrompt, message
 from kvire.bench.results import SCHEMA, rows_of
 from kvire.bench.run import plain
 from kvire.bench.settings import Settings
 from kvire.bench.states import Proof, TierState
+from kvire.bench.work.prompts import BenchPrompt, message
 
 PROMPT_TOKENS = 1000
 TTFT_S = {TierState.E: 3.2, TierState.G: 0.3, TierState.D: 0.4, TierState.Z: 3.0}

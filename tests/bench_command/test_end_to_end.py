@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 from bench_command.conftest import PROGRAM
 
-from kvire.bench import html, kvire_repeat, page_cache, results, run
+from kvire.bench import html, page_cache, results, run
+from kvire.bench.arms import kvire_repeat
+from kvire.bench.arms.kvire_repeat import KvireArm, Repeat
+from kvire.bench.arms.server import RunningServer
 from kvire.bench.client import ask_completion
-from kvire.bench.kvire_repeat import KvireArm, Repeat
-from kvire.bench.prompts import message
-from kvire.bench.server import RunningServer
 from kvire.bench.settings import Settings
 from kvire.bench.states import TIER_OF, TierState
-from kvire.bench.tokens import token_ids
-from kvire.bench.workloads import WORKLOADS
+from kvire.bench.work.prompts import message
+from kvire.bench.work.tokens import token_ids
+from kvire.bench.work.workloads import WORKLOADS
 from kvire.core.errors import ConfigError
 
 pytestmark = pytest.mark.slow

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from kvire.bench.ideal import Seen, ceiling, reusable
 from kvire.bench.intervals import median_interval, quantile, ratio_interval
 from kvire.bench.load import Loop
 from kvire.bench.metrics import Slo, by_repeat, prefill_tokens_per_s, summarise
-from kvire.bench.prompts import BenchPrompt, Script, TokenScale, Writer, message
 from kvire.bench.results import loaded_bytes_per_token
+from kvire.bench.work.ideal import Seen, ceiling, reusable
+from kvire.bench.work.prompts import BenchPrompt, Script, TokenScale, Writer, message
 from kvire.core.errors import ConfigError
 from kvire.core.spec import KVGroup, LayerKind
 from kvire.plan.shape import Storage, group_bytes

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvire.bench import page_cache
-from kvire.bench.server import Traffic, parse_metrics
+from kvire.bench.arms.server import Traffic, parse_metrics
 from kvire.bench.states import Around, Proof, SeenRequest, TierState, prove
 
 BLOCK = 16

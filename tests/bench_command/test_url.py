@@ -5,11 +5,11 @@ from bench_command.streams import DONE, END, piece, scripted, usage
 from server.serving import running, tiny_engine
 
 from kvire.bench import run
+from kvire.bench.arms.url import UrlArm, check_states
 from kvire.bench.client import Endpoint
-from kvire.bench.prompts import TokenScale
 from kvire.bench.settings import Settings
 from kvire.bench.states import TierState
-from kvire.bench.url_arm import UrlArm, check_states
+from kvire.bench.work.prompts import TokenScale
 from kvire.core.errors import ConfigError
 
 

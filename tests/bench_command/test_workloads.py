@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kvire.bench.ideal import characters, common, reusable
-from kvire.bench.prompts import TokenScale, Writer
 from kvire.bench.run import new_nonce
 from kvire.bench.settings import Settings
 from kvire.bench.states import TierState
-from kvire.bench.traces import TraceScale, digest, read_arrivals, trace_work
-from kvire.bench.workloads import WORKLOADS, BenchWork, WorkSize
+from kvire.bench.work.ideal import characters, common, reusable
+from kvire.bench.work.prompts import TokenScale, Writer
+from kvire.bench.work.traces import TraceScale, digest, read_arrivals, trace_work
+from kvire.bench.work.workloads import WORKLOADS, BenchWork, WorkSize
 from kvire.core.errors import ConfigError
 
 SCALE = TokenScale(per_word=1.0, head=0.0)  # a token is a word

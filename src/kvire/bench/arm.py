@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvire.bench.ideal import Spell, ceiling, reusable
 from kvire.bench.load import Loop, Pass, Sample
-from kvire.bench.prompts import BenchPrompt, TokenScale
 from kvire.bench.settings import GridCell, Settings
 from kvire.bench.states import TIERS, Around, Proof, SeenRequest, TierState, prove
-from kvire.bench.workloads import BenchWork
+from kvire.bench.work.ideal import Spell, ceiling, reusable
+from kvire.bench.work.prompts import BenchPrompt, TokenScale
+from kvire.bench.work.workloads import BenchWork
 
 Say = Callable[[str], None]  # told before each step that takes a while
 

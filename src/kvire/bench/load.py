@@ -10,7 +10,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 from kvire.bench.client import Endpoint, StreamedAnswer, ask_completion
-from kvire.bench.prompts import BenchPrompt, Script
+from kvire.bench.work.prompts import BenchPrompt, Script
 
 MOST_AT_ONCE = 512  # threads of an open loop
 SATURATED = 0.5  # of one core: from here on, the client may be the limit

@@ -6,10 +6,10 @@ from math import inf
 from pathlib import Path
 
 from kvire.bench.metrics import Slo
-from kvire.bench.prompts import Writer
 from kvire.bench.states import TierState
-from kvire.bench.traces import TraceScale, digest, read_arrivals, trace_work
-from kvire.bench.workloads import SHORT, SHORT_TOKENS, BenchWork, WorkSize, maker
+from kvire.bench.work.prompts import Writer
+from kvire.bench.work.traces import TraceScale, digest, read_arrivals, trace_work
+from kvire.bench.work.workloads import SHORT, SHORT_TOKENS, BenchWork, WorkSize, maker
 from kvire.core.errors import ConfigError
 
 TRACE = "trace"

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from kvire.bench.arm import Arm
+from kvire.bench.arms.kvire_repeat import KvireArm
+from kvire.bench.arms.url import UrlArm, check_states
 from kvire.bench.client import Endpoint, first_model
-from kvire.bench.kvire_repeat import KvireArm
 from kvire.bench.metrics import Slo
 from kvire.bench.run import new_nonce
 from kvire.bench.settings import Settings
 from kvire.bench.states import TierState
-from kvire.bench.tokens import token_ids
-from kvire.bench.traces import TraceScale
-from kvire.bench.url_arm import UrlArm, check_states
+from kvire.bench.work.tokens import token_ids
+from kvire.bench.work.traces import TraceScale
 from kvire.cli.display import LoadProgress
 from kvire.core.errors import ConfigError
 from kvire.store.place import default_store

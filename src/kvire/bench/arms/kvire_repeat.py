@@ -13,15 +13,15 @@ from typing import Any
 
 from kvire.bench import page_cache
 from kvire.bench.arm import MeasuredPass, Say, loop, prompts_of_scripts, turned
+from kvire.bench.arms.kvire_setup import KvireSetup
+from kvire.bench.arms.server import Counters, RunningServer, Traffic, serving
 from kvire.bench.client import ask_completion
-from kvire.bench.ideal import Seen, Spell
-from kvire.bench.kvire_setup import KvireSetup
 from kvire.bench.load import send_all
-from kvire.bench.prompts import BenchPrompt, Script, TokenScale, Writer, message
-from kvire.bench.server import Counters, RunningServer, Traffic, serving
 from kvire.bench.settings import GridCell
 from kvire.bench.states import TIER_OF, Around, TierState
-from kvire.bench.workloads import BenchWork
+from kvire.bench.work.ideal import Seen, Spell
+from kvire.bench.work.prompts import BenchPrompt, Script, TokenScale, Writer, message
+from kvire.bench.work.workloads import BenchWork
 from kvire.core.errors import ConfigError
 from kvire.core.memory import format_size
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from kvire.bench.arm import Judge, MeasuredPass, Say, loop, turned
 from kvire.bench.client import ApiMessage, Endpoint, ask_completion
-from kvire.bench.ideal import characters
 from kvire.bench.load import send_all
-from kvire.bench.prompts import BenchPrompt, Script, TokenScale, Writer, message
 from kvire.bench.settings import GridCell, Settings
 from kvire.bench.states import SLACK_TOKENS, Around, TierState
-from kvire.bench.workloads import BenchWork
+from kvire.bench.work.ideal import characters
+from kvire.bench.work.prompts import BenchPrompt, Script, TokenScale, Writer, message
+from kvire.bench.work.workloads import BenchWork
 from kvire.core.errors import ConfigError
 
 POSSIBLE = (TierState.E, TierState.W, TierState.Z)

@@ -10,12 +10,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvire.bench.arm import Judge
+from kvire.bench.arms.server import PROGRAM
 from kvire.bench.client import Endpoint
-from kvire.bench.ideal import Spell
-from kvire.bench.prompts import BenchPrompt, TokenScale
-from kvire.bench.server import PROGRAM
 from kvire.bench.settings import Settings
 from kvire.bench.states import TierState
+from kvire.bench.work.ideal import Spell
+from kvire.bench.work.prompts import BenchPrompt, TokenScale
 from kvire.core.dtypes import KV_DTYPES
 from kvire.core.errors import ConfigError
 from kvire.core.spec import KVSpec

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvire.bench.client import ApiMessage
-from kvire.bench.prompts import BenchPrompt, Script, Writer, message
+from kvire.bench.work.prompts import BenchPrompt, Script, Writer, message
 from kvire.core.errors import ConfigError
 
 QUESTION_TOKENS = 24

@@ -4,8 +4,8 @@ template.
 
 from functools import lru_cache
 
-from kvire.bench.ideal import Spell, Units
-from kvire.bench.prompts import BenchPrompt, message
+from kvire.bench.work.ideal import Spell, Units
+from kvire.bench.work.prompts import BenchPrompt, message
 from kvire.core.errors import ConfigError, RequestError
 from kvire.models.chat import encode_chat
 from kvire.models.progress import Progress

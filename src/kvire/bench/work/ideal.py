@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
-from kvire.bench.prompts import BenchPrompt
+from kvire.bench.work.prompts import BenchPrompt
 
 # A prompt as what KV depends on: its token ids where a tokenizer is at hand, else its characters.
 Units = tuple[int, ...]

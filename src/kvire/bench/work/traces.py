@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from kvire.bench.prompts import BenchPrompt, Script, Writer, message
-from kvire.bench.workloads import BenchWork, WorkSize
+from kvire.bench.work.prompts import BenchPrompt, Script, Writer, message
+from kvire.bench.work.workloads import BenchWork, WorkSize
 from kvire.core.errors import ConfigError
 from kvire.replay.formats import read_trace
 from kvire.replay.trace import Trace, TraceRequest
