@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvire.doctor.diagnose import MEMORY_BYTES, Doctor
 from kvire.doctor.findings import Diagnosis
-from kvire.doctor.logs import read_log
+from kvire.doctor.reading.logs import read_log
 from kvire.doctor.rules import CacheOffers, CacheRules
 from kvire.doctor.tokens import Estimate
 from kvire.plan.prices import Price, PriceTable

@@ -8,7 +8,7 @@ from doctor.examining import OFFERS, examine
 from doctor.made_logs import ALL, RULES, Made, as_lines, chat, words
 
 from kvire.doctor.diagnose import Doctor
-from kvire.doctor.logs import read_log
+from kvire.doctor.reading.logs import read_log
 from kvire.doctor.tokens import Estimate
 from kvire.doctor.values import diagnosis_values
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from kvire.cli.main import cli
 from kvire.core.errors import ConfigError
 from kvire.doctor.diagnose import Doctor
-from kvire.doctor.logs import read_log
+from kvire.doctor.reading.logs import read_log
 from kvire.doctor.rules import CacheOffers
 from kvire.doctor.tokens import Tokenized
 from kvire.doctor.values import diagnosis_values

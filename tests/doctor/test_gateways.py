@@ -8,11 +8,11 @@ from doctor.examining import examine
 from doctor.made_logs import words
 from doctor.test_logs import CHAT_TEXT, MESSAGES, one
 
-from kvire.doctor import lines as lines_module
-from kvire.doctor.lines import TOO_LONG, json_values
-from kvire.doctor.logs import LoggedRequest, Malformed, read_log
+from kvire.doctor.reading import lines as lines_module
+from kvire.doctor.reading.lines import TOO_LONG, json_values
+from kvire.doctor.reading.logs import LoggedRequest, Malformed, read_log
+from kvire.doctor.reading.usage import TokenUsage
 from kvire.doctor.rules import CacheRules
-from kvire.doctor.usage import TokenUsage
 
 MARKED = CacheRules(min_tokens=1024, step_tokens=1, ttl_s=300, explicit=True)
 POINT = {"cachePoint": {"type": "default"}}

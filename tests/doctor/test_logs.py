@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvire.core.errors import ConfigError
-from kvire.doctor.lines import lines_of
-from kvire.doctor.logs import LoggedRequest, Malformed, read_log
+from kvire.doctor.reading.lines import lines_of
+from kvire.doctor.reading.logs import LoggedRequest, Malformed, read_log
 
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hej"}]
 CLAUDE = {
@@ -185,7 +185,7 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_line_of_any_length_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvire.doctor.lines.LONGEST_LINE_BYTES", 10)
+    monkeypatch.setattr("kvire.doctor.reading.lines.LONGEST_LINE_BYTES", 10)
     path = tmp_path / "log"
     path.write_bytes(b'{"a": 1}\n' + b"x" * 35 + b"\n" + b"123456789\nend")
     found = list(lines_of(str(path)))

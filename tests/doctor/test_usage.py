@@ -10,11 +10,11 @@ from doctor.test_logs import MESSAGES, one
 from typer.testing import CliRunner
 
 from kvire.cli.main import cli
-from kvire.doctor import usage as usage_module
 from kvire.doctor.diagnose import Doctor
-from kvire.doctor.logs import LoggedUsage, Malformed, read_log
+from kvire.doctor.reading import usage as usage_module
+from kvire.doctor.reading.logs import LoggedUsage, Malformed, read_log
+from kvire.doctor.reading.usage import FORMS, TokenUsage, UsageForm, read_usage
 from kvire.doctor.tokens import Estimate
-from kvire.doctor.usage import FORMS, TokenUsage, UsageForm, read_usage
 from kvire.doctor.values import diagnosis_values
 
 # One prompt of 10,000 tokens, of which 6,600 were read from a cache and 3,200 written.
@@ -226,7 +226,9 @@ def test_codex_tells_its_counts_again_and_they_count_once() -> None:
 
 def test_counting_lines_of_a_transcript_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken build: each line has a name of its own."""
-    monkeypatch.setattr("kvire.doctor.logs.LoggedUsage", lambda line, _, usage: LoggedUsage(line, str(line), usage))
+    monkeypatch.setattr(
+        "kvire.doctor.reading.logs.LoggedUsage", lambda line, _, usage: LoggedUsage(line, str(line), usage)
+    )
     assert examine(as_json(TRANSCRIPT)).totals.without_prompt.prompt_tokens == 364_008
 
 

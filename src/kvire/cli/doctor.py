@@ -18,9 +18,9 @@ from kvire.core.errors import ConfigError
 from kvire.core.memory import parse_size
 from kvire.doctor.diagnose import Doctor
 from kvire.doctor.findings import counted
-from kvire.doctor.lines import lines_of
 from kvire.doctor.live import examine_server, print_server
-from kvire.doctor.logs import read_log
+from kvire.doctor.reading.lines import lines_of
+from kvire.doctor.reading.logs import read_log
 from kvire.doctor.rules import CacheOffers
 from kvire.doctor.text import diagnosis_page, print_diagnosis
 from kvire.doctor.tokens import Counter, Estimate, Tokenized

@@ -4,8 +4,7 @@ Needs no model and no GPU, and sends nothing anywhere; only `live.py` speaks to 
 is pointed at. No engine here, and no reading of options: `cli/doctor.py` does that. Read
 `prompt.py` first, then `diagnose.py`.
 
-A line becomes a request in `lines.py`, `logs.py`, `bodies.py` and `render.py`; `usage.py` reads the
-counted tokens. `tree.py` and `rules.py` simulate a cache; `likeness.py`, `structure.py` and
-`passages.py` find the causes of misses. `values.py` makes plain values of the result, `text.py` the
-words for the terminal and the browser.
+`reading/` turns a log's lines into requests. `tree.py` and `rules.py` simulate a cache;
+`likeness.py`, `structure.py` and `passages.py` find the causes of misses. `values.py` makes plain
+values of the result, `text.py` the words for the terminal and the browser.
 """

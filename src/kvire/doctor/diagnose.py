@@ -15,8 +15,9 @@ from kvire.doctor.likeness import (
     TextPiece,
     likeness,
 )
-from kvire.doctor.logs import Item, LoggedRequest, LoggedUsage, Malformed
 from kvire.doctor.prompt import BEFORE_MESSAGES, KIND_NAMES, PART, TOOL, PromptPart
+from kvire.doctor.reading.logs import Item, LoggedRequest, LoggedUsage, Malformed
+from kvire.doctor.reading.usage import TokenUsage
 from kvire.doctor.rules import (
     CacheRules,
     Written,
@@ -27,7 +28,6 @@ from kvire.doctor.rules import (
 )
 from kvire.doctor.tokens import Counter, Ruler
 from kvire.doctor.tree import Match, Node, PrefixTree
-from kvire.doctor.usage import TokenUsage
 
 MEMORY_BYTES = 200 << 20
 MOST_SCOPES = 8

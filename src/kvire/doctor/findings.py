@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvire.doctor.reading.usage import TokenUsage
 from kvire.doctor.rules import CacheRules, ReuseRules, Written
-from kvire.doctor.usage import TokenUsage
 
 
 class Cause(StrEnum):

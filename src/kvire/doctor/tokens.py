@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvire.doctor.logs import LoggedRequest
 from kvire.doctor.prompt import PART, TOKENS, parts_of_prompt
-from kvire.doctor.render import TOKEN_ID_BYTES
+from kvire.doctor.reading.logs import LoggedRequest
+from kvire.doctor.reading.render import TOKEN_ID_BYTES
 
 # English text and JSON come to about four bytes a token in the common vocabularies; other scripts
 # to fewer.

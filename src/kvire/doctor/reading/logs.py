@@ -14,11 +14,11 @@ from datetime import UTC, datetime
 from itertools import chain, islice
 from typing import Any
 
-from kvire.doctor import render
-from kvire.doctor.bodies import api_of, prompts_of_body
-from kvire.doctor.lines import LONGEST_LINE_BYTES, TOO_LONG, json_values
 from kvire.doctor.prompt import LoggedPrompt
-from kvire.doctor.usage import TokenUsage, Transcripts, usage_in
+from kvire.doctor.reading import render
+from kvire.doctor.reading.bodies import api_of, prompts_of_body
+from kvire.doctor.reading.lines import LONGEST_LINE_BYTES, TOO_LONG, json_values
+from kvire.doctor.reading.usage import TokenUsage, Transcripts, usage_in
 
 WRAPPERS = (
     "request",

@@ -6,9 +6,9 @@ Bedrock Converse and Gemini are rewritten as bodies for render.py: the same text
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvire.doctor import render
 from kvire.doctor.prompt import LoggedPrompt
-from kvire.doctor.render import UnknownBodyError
+from kvire.doctor.reading import render
+from kvire.doctor.reading.render import UnknownBodyError
 
 Body = dict[str, Any]
 OPENAI_ROLES = frozenset(("system", "developer", "tool", "function"))
