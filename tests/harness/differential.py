@@ -203,14 +203,17 @@ def _random_options(rng: random.Random, subject: Subject, *, deterministic: bool
 def poison(engine: Engine) -> None:
     """Fill the pool with NaN: KV that nobody wrote cannot pass as an answer."""
     for slab in engine.paged.slabs:
-        slab.fill_(math.nan)
+        if engine.paged.spec.dtype == "int8":
+            slab.view(torch.uint8).fill_(0xFF)  # scales are then no numbers
+        else:
+            slab.fill_(math.nan)
 
 
 def poison_blank_blocks(engine: Engine) -> None:
     """What nobody holds and nobody can find must never be read again."""
     for slab, pool in zip(engine.paged.slabs, engine.pool.pools, strict=True):
         if blank := [block.id for block in pool._blank]:
-            slab[blank] = math.nan
+            slab.view(torch.uint8)[blank] = 0xFF  # not a number, in any dtype's scales or numbers
 
 
 def _cancel_what_is_due(engine: Engine, open_: dict[str, Asked]) -> None:

@@ -1,6 +1,7 @@
 """From a model's name and options to a running engine."""
 
 import logging
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from kvire.cache.paged import PagedKV
 from kvire.core.config import EngineConfig, StoreConfig
 from kvire.core.errors import ConfigError, StoreError
 from kvire.core.native import kernels_digest
-from kvire.core.spec import KVSpec
+from kvire.core.spec import KVSpec, LayerKind
 from kvire.engine.device import choose_device, device_with_room, free_bytes, prepare
 from kvire.engine.engine import Engine
 from kvire.engine.memory_plan import MemoryPlan
@@ -24,6 +25,10 @@ from kvire.models.native_modules import use_native_modules
 from kvire.models.precision import matmul_precision
 from kvire.models.progress import Progress
 from kvire.models.resolve import resolve
+from kvire.step.lower import Lowered
+from kvire.step.model import StepModel, recorded
+from kvire.step.prove import prove
+from kvire.step.record import NotRecordableError
 from kvire.store.open import open_store
 from kvire.store.tiered import TieredStore
 
@@ -56,17 +61,20 @@ def build_engine(
     device = device_with_room(loaded.weights_bytes, device, config)
     loaded.model.to(device)
     spec = KVSpec(loaded.groups, config.kv_dtype, config.block_size)
-    plan = MemoryPlan.measure(config, spec, loaded.max_positions, free_bytes(device))
     if config.deterministic:
         refuse_experts(loaded.model)
     attention = config.attention if device.type == "cpu" else "portable"
     backend = best_attention(attention, deterministic=config.deterministic, kv_dtype=config.kv_dtype)
-    if backend.name.startswith("native"):
+    step = _native_step(loaded, config, spec)
+    if step is not None:
+        spec = replace(spec, layout="heads")
+    elif backend.name.startswith("native"):
         use_native_modules(loaded.model)
+    plan = MemoryPlan.measure(config, spec, loaded.max_positions, free_bytes(device))
     paged = PagedKV(spec, plan.num_blocks, device)
     model_class = TiledModel if config.deterministic else PagedModel
     opened = _open(store, config, device)
-    model = model_class(loaded.model, PagedCache(paged, backend))
+    model = model_class(loaded.model, PagedCache(paged, backend)) if step is None else StepModel(step, paged)
     engine = Engine(
         model,
         paged,
@@ -75,7 +83,8 @@ def build_engine(
             weights=loaded.weights_digest,
             config=loaded.config_digest,
             groups=loaded.groups,
-            numerics=numerics(config, backend, device),
+            numerics=numerics(config, backend, device, is_step=step is not None),
+            layout=spec.layout,
             kv_dtype=config.kv_dtype,
             block_size=config.block_size,
             build=computed_by(loaded, model, backend),
@@ -89,16 +98,37 @@ def build_engine(
     return engine, loaded
 
 
-def numerics(config: EngineConfig, backend: PortableAttention, device: torch.device) -> str:
-    """How this engine computes, as far as options and machine decide it."""
+def _native_step(loaded: LoadedModel, config: EngineConfig, spec: KVSpec) -> Lowered | None:
+    """The model's step for the C++ kernels, proven; None: transformers' forward runs it."""
+    if not config.keeps_packed or config.deterministic or config.attention == "portable":
+        return None
+    windows = {layer: group.window for group in loaded.groups for layer in group.layers}
+    try:
+        if any(group.kind is LayerKind.LATENT for group in loaded.groups):
+            raise NotRecordableError("it has latent attention")
+        lowered = recorded(loaded.model, windows)
+        prove(lowered, loaded.model, spec, loaded.model.get_input_embeddings().num_embeddings)
+    except NotRecordableError as error:
+        log.info("%s runs transformers' forward over packed weights: %s", loaded.name, error)
+        return None
+    return lowered
+
+
+def numerics(config: EngineConfig, backend: PortableAttention, device: torch.device, *, is_step: bool = False) -> str:
+    """How this engine computes, as far as options and machine decide it.
+
+    is_step: as a native step, whose bits do not depend on the processor.
+    """
     weights = f"weights={config.weights_form}" if config.keeps_packed else ""
+    if is_step:
+        return f"float32/{weights}/step/{device.type}"
     parts = ["float32", weights, "deterministic" if config.deterministic else "", backend.name, device.type]
     if precision := matmul_precision(device.type):
         parts.append(f"matmul={precision}")
     return "/".join(filter(None, parts))
 
 
-def computed_by(loaded: LoadedModel, bound: PagedModel | TiledModel, backend: PortableAttention) -> str:
+def computed_by(loaded: LoadedModel, bound: PagedModel | TiledModel | StepModel, backend: PortableAttention) -> str:
     """Versions and digests of all software that computes KV.
 
     bound: the loaded model as it runs, over its cache.

@@ -81,6 +81,7 @@ def namespace(
     adapter: str = "",
     salt: str = "",
     shard: str = "",
+    layout: str = "tokens",
 ) -> Namespace:
     """The namespace of a model's blocks.
 
@@ -92,7 +93,7 @@ def namespace(
         config=config,
         numerics=numerics,
         kv_dtype=kv_dtype,
-        spec=spec_text(groups),
+        spec=spec_text(groups, layout),
         block_size=block_size,
         adapter=adapter,
         salt=salt,

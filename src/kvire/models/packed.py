@@ -5,7 +5,7 @@ products the kernels compute. Everything else, such as norms and biases, is floa
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -27,11 +27,12 @@ from kvire.weights.packed_file import PackedFile, PackedTensor, SourceTensor
 FLOAT_FORMS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
-class _Packed(nn.Module):
+class PackedModule(nn.Module):
     """A module with a packed matrix instead of the parameter `weight`."""
 
     packed: PackedTensor
     kernel_weights: Any
+    recorder: Callable[[Tensor, Any], Tensor] | None = None  # stands in while the model is recorded
 
     def hold(self, tensor: PackedTensor) -> None:
         """Compute with this matrix from now on."""
@@ -60,28 +61,36 @@ class _Packed(nn.Module):
         return out
 
 
-class PackedLinear(_Packed, nn.Linear):
+class PackedLinear(PackedModule, nn.Linear):
     """nn.Linear over a packed matrix."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """[..., in_features] -> float32 [..., out_features]."""
+        if self.recorder is not None:
+            return self.recorder(input, self)
         return self.product(input, self.bias)
 
 
-class PackedConv1D(_Packed, Conv1D):
+class PackedConv1D(PackedModule, Conv1D):
     """transformers' Conv1D, a linear layer whose matrix lies the other way in files."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., nx] -> float32 [..., nf]."""
+        if self.recorder is not None:
+            return self.recorder(x, self)
         bias: Any = self.bias
         return self.product(x, bias)
 
 
-class PackedEmbedding(_Packed, nn.Embedding):
+class PackedEmbedding(PackedModule, nn.Embedding):
     """nn.Embedding over a packed matrix, whose rows are unpacked exactly."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """int64 [...] -> float32 [..., embedding_dim]."""
+        return self.exact(input) if self.recorder is None else self.recorder(input, self)
+
+    def exact(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """The rows themselves, without what a subclass makes of them."""
         ids = input.long().contiguous()
         out = torch.empty(ids.numel(), self.packed.shape[1])
         native: Any = native_module()
