@@ -1,7 +1,8 @@
 """Packs chunks of sequences into the one batch that the model runs."""
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from kvire.cache.batch import Batch
 from kvire.engine.scheduler import Chunk
@@ -30,21 +31,22 @@ def build_batch(chunks: list[Chunk], block_size: int) -> Batch:
         rows += range(len(token_ids) - logits_rows(chunk), len(token_ids))
     groups = [lease_group for chunk in chunks if chunk.seq.lease for lease_group in [chunk.seq.lease.leases]]
     tables = [_block_tables([leases[g].block_ids for leases in groups]) for g in range(len(groups[0]))]
-    where = torch.tensor(positions)
-    owner = torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor([chunk.count for chunk in chunks]))
+    where = np.array(positions)
+    owner = np.repeat(np.arange(len(chunks)), [chunk.count for chunk in chunks])
+    block, offset = np.divmod(where, block_size)
     return Batch(
-        token_ids=torch.tensor(token_ids),
-        positions=where,
-        slots=tuple(t[owner, where // block_size].long() * block_size + where % block_size for t in tables),
-        block_tables=tuple(tables),
+        token_ids=torch.from_numpy(np.array(token_ids)),
+        positions=torch.from_numpy(where),
+        slots=tuple(torch.from_numpy(t[owner, block].astype(np.int64) * block_size + offset) for t in tables),
+        block_tables=tuple(map(torch.from_numpy, tables)),
         context_lens=tuple(context_lens),
         cu_seqlens=tuple(cu_seqlens),
-        logits_rows=torch.tensor(rows, dtype=torch.long),
+        logits_rows=torch.from_numpy(np.array(rows, dtype=np.int64)),
     )
 
 
-def _block_tables(tables: list[list[int | None]]) -> Tensor:
+def _block_tables(tables: list[list[int | None]]) -> npt.NDArray[np.int32]:
     """int32 [S, M]. Entries that no token attends to, given back or beyond the end, are block 0."""
     width = max(len(table) for table in tables)
     padded = [[block_id or 0 for block_id in table] + [0] * (width - len(table)) for table in tables]
-    return torch.tensor(padded, dtype=torch.int32)
+    return np.array(padded, dtype=np.int32)

@@ -33,7 +33,7 @@ def sample(
     """
     scores = penalised(logits, params, prompt, answer)
     if params.temperature == 0:
-        return int(scores.argmax())
+        return int(scores.numpy().argmax())
     # In float64 and from the largest score down, so that no temperature overflows.
     wide = scores.double()
     probs, ids = _candidates(torch.softmax((wide - wide.max()) / params.temperature, dim=-1), params)
