@@ -194,31 +194,54 @@ float float16_at(const uint8_t* from, int64_t index) {
     return float_of_half(bits);
 }
 
-// As gguf's own reading has it, operation by operation.
-float weight_at(Form form, const uint8_t* block, int output, int64_t input) {
-    const Layout layout = layout_of(form);
-    const int64_t g = input / kGroup;
-    const uint8_t* const group = block + group_offset(layout, g);
-    const uint8_t* const head = block + head_offset(layout, g);
-    const int bits = bits_of(form), code = code_at(bits, group, output, (int)(input % kGroup));
-    const uint8_t* const scales = group + code_bytes(bits);
+// Factors of the weights of one output in one group: w = d * code + m, or by halves of the group.
+struct Factors {
+    float d[2];
+    float m;
+    int zero;
+};
+
+Factors factors_of(Form form, const uint8_t* head, const uint8_t* scales, int output) {
     switch (form) {
-        case Form::q8_0: return float16_at(scales, output) * (float)(code - 128);
-        case Form::q4_0: return float16_at(scales, output) * (float)(code - 8);
-        case Form::q5_0: return float16_at(scales, output) * (float)(code - 16);
+        case Form::q8_0: return {{float16_at(scales, output), float16_at(scales, output)}, 0.0f, 128};
+        case Form::q4_0: return {{float16_at(scales, output), float16_at(scales, output)}, 0.0f, 8};
+        case Form::q5_0: return {{float16_at(scales, output), float16_at(scales, output)}, 0.0f, 16};
+        case Form::iq4_nl: return {{float16_at(scales, output), float16_at(scales, output)}, 0.0f, 0};
         case Form::q4_1:
-        case Form::q5_1:
-            return float16_at(scales, output) * (float)code + float16_at(scales, kOutputs + output);
+        case Form::q5_1: {
+            const float d = float16_at(scales, output);
+            return {{d, d}, float16_at(scales, kOutputs + output), 0};
+        }
         case Form::q4_k:
-        case Form::q5_k:
-            return float16_at(head, output) * (float)scales[output] * (float)code -
-                   float16_at(head, kOutputs + output) * (float)scales[kOutputs + output];
-        case Form::q6_k:
-            return float16_at(head, output) * (float)(int8_t)scales[input % kGroup / 16 * kOutputs + output] *
-                   (float)(code - 32);
-        case Form::iq4_nl: return float16_at(scales, output) * (float)kIq4Values[code];
-        case Form::mxfp4: return float_of_e8m0_half(scales[output]) * (float)kMxValues[code];
-        default: return 0.0f;
+        case Form::q5_k: {
+            const float d = float16_at(head, output) * (float)scales[output];
+            return {{d, d}, -(float16_at(head, kOutputs + output) * (float)scales[kOutputs + output]), 0};
+        }
+        case Form::q6_k: {
+            const float d = float16_at(head, output);
+            const auto* const halves = reinterpret_cast<const int8_t*>(scales);
+            return {{d * (float)halves[output], d * (float)halves[kOutputs + output]}, 0.0f, 32};
+        }
+        case Form::mxfp4: return {{float_of_e8m0_half(scales[output]), float_of_e8m0_half(scales[output])}, 0.0f, 0};
+        default: return {};
+    }
+}
+
+bool has_minimum(Form form) {
+    return form == Form::q4_1 || form == Form::q5_1 || form == Form::q4_k || form == Form::q5_k;
+}
+
+// As gguf's own reading has it, operation by operation.
+void unpack_group(Form form, const uint8_t* block, int output, int64_t g, float* to) {
+    const Layout layout = layout_of(form);
+    const uint8_t* const group = block + group_offset(layout, g);
+    const int bits = bits_of(form);
+    const Factors factors = factors_of(form, block + head_offset(layout, g), group + code_bytes(bits), output);
+    const int8_t* const values = form == Form::iq4_nl ? kIq4Values : form == Form::mxfp4 ? kMxValues : nullptr;
+    for (int i = 0; i < kGroup; ++i) {
+        const int code = code_at(bits, group, output, i);
+        const float weight = factors.d[i / 16] * (float)(values ? values[code] : code - factors.zero);
+        to[i] = has_minimum(form) ? weight + factors.m : weight;
     }
 }
 
@@ -266,9 +289,11 @@ void pack(const PackedWeights& shape, const uint8_t* rows, uint8_t* packed, int6
 void unpack_row(const PackedWeights& weights, int64_t output, float* to) {
     const uint8_t* const block = weights.block(output / kOutputs);
     const int lane = (int)(output % kOutputs);
-    const bool is_float = layout_of(weights.form).is_float;
-    for (int64_t k = 0; k < weights.width; ++k)
-        to[k] = is_float ? float_at(weights.form, block, lane, k) : weight_at(weights.form, block, lane, k);
+    if (layout_of(weights.form).is_float) {
+        for (int64_t k = 0; k < weights.width; ++k) to[k] = float_at(weights.form, block, lane, k);
+        return;
+    }
+    for (int64_t g = 0; g < weights.groups(); ++g) unpack_group(weights.form, block, lane, g, to + g * kGroup);
 }
 
 }  // namespace step
