@@ -185,3 +185,45 @@ def test_a_program_runs_again_with_the_same_bits_on_any_number_of_threads() -> N
     first = run(made.program, 40)
     for threads in (1, 2, 3, 7):
         np.testing.assert_array_equal(run(made.program, 40, threads), first)
+
+
+def copied(to: tuple, source: tuple, stride: int = 1) -> list:
+    return words_of("copy", (3, 1), (to, (stride, 1)), [(source, (1, 1))], (0, 0))
+
+
+def test_a_result_is_never_a_constant() -> None:
+    made = Constants()
+    value, constant = made.program.value(8), made.constant(x_of(8))
+    made.program.rows(1, [0, made.program.row_step(copied((1, constant, 0), (0, value, 0))), *[0] * 6])
+    with pytest.raises(ValueError, match="a value or scratch"):
+        made.program.finish(16, value)
+
+
+def test_a_stride_beyond_any_row_is_refused() -> None:
+    made = Constants()
+    value, constant = made.program.value(8), made.constant(x_of(8))
+    made.program.rows(1, [0, made.program.row_step(copied((0, value, 0), (1, constant, 0), 1 << 62)), *[0] * 6])
+    with pytest.raises(ValueError, match="stride"):
+        made.program.finish(16, value)
+
+
+def test_only_wanted_rows_are_selected() -> None:
+    made = Constants()
+    value = made.program.value(8)
+    made.program.rows(0, [0, made.program.row_step(copied((0, value, 0), (3, value, 0))), *[0] * 6])
+    with pytest.raises(ValueError, match="only stages of wanted rows"):
+        made.program.finish(16, value)
+
+
+def test_a_wanted_row_has_the_position_of_its_token() -> None:
+    made = Constants()
+    value = made.program.value(1)
+    step = made.program.row_step(words_of("copy", (1,), ((0, value, 0), (1,)), [((2, 0, 0), (1,))], (0, 0)))
+    made.program.rows(1, [0, step, *[0] * 6])
+    made.program.finish(16, value)
+    ids, positions = np.zeros(3, np.int64), np.array([10, 11, 12], np.int64)
+    ends, length, wanted = np.array([0, 3], np.int64), np.array([13], np.int64), np.array([2, 0], np.int64)
+    out = np.zeros((2, 1), np.float32)
+    addresses = (ids.ctypes.data, positions.ctypes.data, 1, ends.ctypes.data, length.ctypes.data)
+    made.program.run(*addresses, [], [], [], wanted.ctypes.data, 2, out.ctypes.data, 1)
+    assert out.tolist() == [[12.0], [10.0]]

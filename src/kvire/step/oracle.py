@@ -53,10 +53,11 @@ def compute(lowered: Lowered, ids: Tensor, positions: Tensor, rows: Tensor, atte
     memory: dict[RowValue, Tensor] = {}
     written: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def read(view: View) -> Tensor:
+    def read(view: View, *, is_wanted: bool = False) -> Tensor:
         """[rows, *shape of the view]."""
         if isinstance(view.source, Position):
-            return positions.float().view(-1, *[1] * len(view.shape)).expand(-1, *view.shape)
+            found = positions[rows] if is_wanted else positions
+            return found.float().view(-1, *[1] * len(view.shape)).expand(-1, *view.shape)
         if isinstance(view.source, Constant):
             return view.source.numbers.flatten().as_strided(view.shape, view.strides, view.offset)[None]
         stored = memory[view.source]
@@ -72,7 +73,7 @@ def compute(lowered: Lowered, ids: Tensor, positions: Tensor, rows: Tensor, atte
         to.copy_(numbers.expand(count, *numbers.shape[1:]))
 
     for op in lowered.ops:
-        sources = [read(view) for view in op.sources]
+        sources = [read(view, is_wanted=op.is_wanted) for view in op.sources]
         if op.kind == "write_kv":
             written[op.number] = (sources[0], sources[1])
             continue

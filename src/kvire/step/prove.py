@@ -42,24 +42,35 @@ def prove(lowered: Lowered, model: Any, spec: KVSpec, vocab_size: int) -> None:
 
 
 def _answers(make: Callable[[PagedKV], Any], spec: KVSpec, blocks: int, ids: Tensor) -> Tensor:
-    """Logits of every token."""
-    paged = PagedKV(spec, blocks)
-    model, start, found = make(paged), 0, []
-    table = torch.arange(blocks, dtype=torch.int32).flip(0)
+    """Logits of every token, of two sequences that take turns and then run together.
+
+    In each step the wanted rows are in another order than the tokens.
+    """
+    paged = PagedKV(spec, 2 * blocks)
+    model, found = make(paged), []
+    tables = torch.arange(2 * blocks, dtype=torch.int32).flip(0).view(2, blocks)
+    start = 0
     for count in CHUNKS:
-        positions = torch.arange(start, start + count)
-        slots = table[positions // spec.block_size].long() * spec.block_size + positions % spec.block_size
-        batch = Batch(
-            token_ids=ids[start : start + count].contiguous(),
-            positions=positions,
-            slots=(slots,) * len(spec.groups),
-            block_tables=(table[None],) * len(spec.groups),
-            context_lens=(start + count,),
-            cu_seqlens=(0, count),
-            logits_rows=torch.arange(count),
-        )
-        found.append(model.forward(batch))
+        turns = ([0], [1]) if count > 2 else ([0, 1],)
+        found += [model.forward(_step(spec, tables, parts, ids, start, count)) for parts in turns]
         start += count
     del model
     paged.close()
     return torch.cat(found)
+
+
+def _step(spec: KVSpec, tables: Tensor, parts: list[int], ids: Tensor, start: int, count: int) -> Batch:
+    """Tokens start .. start + count - 1 of some sequences; the second has other tokens."""
+    positions = torch.arange(start, start + count)
+    token_ids = torch.cat([ids[positions] if part == 0 else ids.flip(0)[positions] for part in parts])
+    blocks = torch.stack([tables[part][positions // spec.block_size] for part in parts]).flatten().long()
+    where = positions.repeat(len(parts))
+    return Batch(
+        token_ids=token_ids,
+        positions=where,
+        slots=(blocks * spec.block_size + where % spec.block_size,) * len(spec.groups),
+        block_tables=(tables[parts].contiguous(),) * len(spec.groups),
+        context_lens=(start + count,) * len(parts),
+        cu_seqlens=tuple(range(0, count * len(parts) + 1, count)),
+        logits_rows=torch.arange(count * len(parts)).flip(0)[: max(1, count * len(parts) - 3)],
+    )

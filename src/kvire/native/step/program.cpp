@@ -92,30 +92,54 @@ void StepProgram::check_operand(const Operand& operand, int64_t floats) const {
     throw std::invalid_argument("no such space");
 }
 
-void StepProgram::finish(int64_t scratch_floats, int64_t logits) {
-    scratch_floats_ = scratch_floats;
-    logits_ = logits;
-    widths_.at(static_cast<size_t>(logits));
-    const auto extent = [](const RowStrides& strides, const int64_t (&shape)[kDimensions], bool without_last) {
-        int64_t floats = 1;
-        for (int i = 0; i < kDimensions - (without_last ? 1 : 0); ++i) {
-            if (strides.stride[i] < 0) throw std::invalid_argument("a stride is not negative");
-            floats += (shape[i] - 1) * strides.stride[i];
-        }
-        return floats;
-    };
-    for (const RowStep& step : steps_) {
-        const RowKind kind = step.shape.kind;
-        const bool reduces = kind == RowKind::sum || kind == RowKind::mean || kind == RowKind::largest;
-        check_operand(step.to, extent(step.shape.to, step.shape.shape, reduces));
-        for (int s = 0; s < step.shape.sources; ++s)
-            check_operand(step.from[s], extent(step.shape.from[s], step.shape.shape, false));
+void StepProgram::check_result(const Operand& operand, int64_t floats) const {
+    if (operand.space != Space::value && operand.space != Space::scratch)
+        throw std::invalid_argument("a result is a value or scratch");
+    check_operand(operand, floats);
+}
+
+namespace {
+
+constexpr int64_t kMostStride = int64_t{1} << 30;
+
+// Floats from an operand's first to its last. without_last: a reduction's result has no last dimension.
+int64_t extent(const RowStrides& strides, const int64_t (&shape)[kDimensions], bool without_last) {
+    int64_t floats = 1;
+    for (int i = 0; i < kDimensions - (without_last ? 1 : 0); ++i) {
+        if (strides.stride[i] < 0 || strides.stride[i] > kMostStride)
+            throw std::invalid_argument("a stride is neither negative nor larger than any row");
+        floats += (shape[i] - 1) * strides.stride[i];
     }
-    for (const Stage& stage : stages_) {
-        for (const RowAction& action : stage.actions) switch (action.kind) {
-            case RowAction::Kind::operation: steps_.at(static_cast<size_t>(action.index)); break;
+    return floats;
+}
+
+void check_space(const Operand& operand, Domain domain) {
+    if (operand.space == Space::selected && domain != Domain::wanted)
+        throw std::invalid_argument("only stages of wanted rows select them");
+}
+
+}  // namespace
+
+void StepProgram::check_step(const RowStep& step, Domain domain) const {
+    const RowKind kind = step.shape.kind;
+    const bool reduces = kind == RowKind::sum || kind == RowKind::mean || kind == RowKind::largest;
+    check_result(step.to, extent(step.shape.to, step.shape.shape, reduces));
+    for (int s = 0; s < step.shape.sources; ++s) {
+        check_space(step.from[s], domain);
+        check_operand(step.from[s], extent(step.shape.from[s], step.shape.shape, false));
+    }
+}
+
+void StepProgram::check_rows(const Stage& stage) const {
+    for (const RowAction& action : stage.actions) {
+        const bool is_of_tokens = action.kind == RowAction::Kind::embed || action.kind == RowAction::Kind::write_kv;
+        if (is_of_tokens && stage.domain != Domain::tokens)
+            throw std::invalid_argument("tokens are embedded, and KV written, in stages of all tokens");
+        if (action.kind != RowAction::Kind::operation) check_space(action.first, stage.domain);
+        switch (action.kind) {
+            case RowAction::Kind::operation: check_step(steps_.at(static_cast<size_t>(action.index)), stage.domain); break;
             case RowAction::Kind::embed:
-                check_operand(action.first, weights_.at(static_cast<size_t>(action.index)).width);
+                check_result(action.first, weights_.at(static_cast<size_t>(action.index)).width);
                 break;
             case RowAction::Kind::quantise:
                 check_operand(action.first, quantised_widths_.at(static_cast<size_t>(action.index)));
@@ -127,25 +151,35 @@ void StepProgram::finish(int64_t scratch_floats, int64_t logits) {
                 break;
             }
         }
-        for (const LinearStep& linear : stage.linears) {
-            const PackedWeights& weights = weights_.at(static_cast<size_t>(linear.weights));
-            if (linear.out.space != Space::value) throw std::invalid_argument("a product's result is a value");
-            check_operand(linear.out, weights.outputs);
-            if (linear.bias >= 0) check_operand({Space::constant, linear.bias, 0}, weights.outputs);
-            if (layout_of(weights.form).is_float) {
-                if (linear.input.space != Space::value) throw std::invalid_argument("a product's rows are a value");
-                check_operand(linear.input, weights.width);
-            } else if (quantised_widths_.at(static_cast<size_t>(linear.quantised)) != weights.width) {
-                throw std::invalid_argument("quantised rows have another width than the weights");
-            }
-        }
-        if (stage.kind == Stage::Kind::attend || stage.kind == Stage::Kind::merge) {
-            const StepLayer& layer = layers_.at(static_cast<size_t>(stage.layer));
-            if (stage.queries.space != Space::value || stage.out.space != Space::value)
-                throw std::invalid_argument("attention is between values");
-            check_operand(stage.queries, layer.query_heads * layer.pool.key_width);
-            check_operand(stage.out, layer.query_heads * layer.pool.value_width);
-        }
+    }
+}
+
+void StepProgram::check_linear(const LinearStep& linear) const {
+    const PackedWeights& weights = weights_.at(static_cast<size_t>(linear.weights));
+    if (linear.out.space != Space::value) throw std::invalid_argument("a product's result is a value");
+    check_operand(linear.out, weights.outputs);
+    if (linear.bias >= 0) check_operand({Space::constant, linear.bias, 0}, weights.outputs);
+    if (layout_of(weights.form).is_float) {
+        if (linear.input.space != Space::value) throw std::invalid_argument("a product's rows are a value");
+        check_operand(linear.input, weights.width);
+    } else if (quantised_widths_.at(static_cast<size_t>(linear.quantised)) != weights.width) {
+        throw std::invalid_argument("quantised rows have another width than the weights");
+    }
+}
+
+void StepProgram::finish(int64_t scratch_floats, int64_t logits) {
+    scratch_floats_ = scratch_floats;
+    logits_ = logits;
+    widths_.at(static_cast<size_t>(logits));
+    for (const Stage& stage : stages_) {
+        check_rows(stage);
+        for (const LinearStep& linear : stage.linears) check_linear(linear);
+        if (stage.kind != Stage::Kind::attend && stage.kind != Stage::Kind::merge) continue;
+        const StepLayer& layer = layers_.at(static_cast<size_t>(stage.layer));
+        if (stage.queries.space != Space::value || stage.out.space != Space::value)
+            throw std::invalid_argument("attention is between values");
+        check_operand(stage.queries, layer.query_heads * layer.pool.key_width);
+        check_operand(stage.out, layer.query_heads * layer.pool.value_width);
     }
 }
 
@@ -155,12 +189,11 @@ void StepProgram::check_input(const StepInput& input) const {
     const int64_t rows = input.sequences.row_begin[input.sequences.count];
     for (int64_t i = 0; i < input.wanted_rows; ++i)
         if (input.wanted[i] < 0 || input.wanted[i] >= rows) throw std::out_of_range("no such row of the step");
-    std::vector<bool> seen(layers_.size());
     std::map<std::tuple<int64_t, int64_t>, bool> checked;  // layers of a group differ in nothing that is checked
     for (size_t i = 0; i < layers_.size(); ++i) {
         const auto key = std::make_tuple(layer_groups_[i], layers_[i].window);
         if (!checked.emplace(key, true).second) continue;
-        check_step(layers_[i], input.sequences, input.tables[static_cast<size_t>(layer_groups_[i])]);
+        step::check_step(layers_[i], input.sequences, input.tables[static_cast<size_t>(layer_groups_[i])]);
     }
     for (const Stage& stage : stages_)
         for (const RowAction& action : stage.actions)
@@ -286,7 +319,7 @@ struct StepProgram::Running {
             case Stage::Kind::rows: {
                 const int64_t count = rows_of(stage.domain), size = chunk(count);
                 for (int64_t row = task * size; row < std::min(count, (task + 1) * size); ++row)
-                    for (const RowAction& action : stage.actions) act(stage, action, row, worker);
+                    for (const RowAction& action : stage.actions) act(stage.domain, action, row, worker);
                 return;
             }
             case Stage::Kind::linear:
@@ -301,38 +334,38 @@ struct StepProgram::Running {
         }
     }
 
-    float* place(const Operand& operand, int64_t row, int worker) const {
+    float* place(const Operand& operand, Domain domain, int64_t row, int worker) const {
         switch (operand.space) {
             case Space::value: return value(operand, row);
             case Space::selected: return value(operand, input.wanted[row]);
             case Space::constant:
                 return const_cast<float*>(program.constants_[static_cast<size_t>(operand.id)].numbers) + operand.offset;
-            case Space::position: return const_cast<float*>(positions.data()) + row;
+            case Space::position:
+                return const_cast<float*>(positions.data()) + (domain == Domain::wanted ? input.wanted[row] : row);
             case Space::scratch: break;
         }
         return program.scratch_.data() + worker * (program.scratch_floats_ + 16) + operand.offset;
     }
 
-    void act(const Stage& stage, const RowAction& action, int64_t row, int worker) {
-        (void)stage;
+    void act(Domain domain, const RowAction& action, int64_t row, int worker) {
         switch (action.kind) {
             case RowAction::Kind::operation: {
                 const RowStep& step = program.steps_[static_cast<size_t>(action.index)];
                 const float* from[kSources] = {};
-                for (int i = 0; i < step.shape.sources; ++i) from[i] = place(step.from[i], row, worker);
-                return row_kernels().run(step.shape, place(step.to, row, worker), from);
+                for (int i = 0; i < step.shape.sources; ++i) from[i] = place(step.from[i], domain, row, worker);
+                return row_kernels().run(step.shape, place(step.to, domain, row, worker), from);
             }
             case RowAction::Kind::embed:
                 return unpack_row(program.weights_[static_cast<size_t>(action.index)], input.token_ids[row],
-                                  place(action.first, row, worker));
+                                  place(action.first, domain, row, worker));
             case RowAction::Kind::quantise:
-                return quantise_row(place(action.first, row, worker), quantised[static_cast<size_t>(action.index)], row);
+                return quantise_row(place(action.first, domain, row, worker), quantised[static_cast<size_t>(action.index)], row);
             case RowAction::Kind::write_kv: {
                 const auto id = static_cast<size_t>(action.index);
                 const StepTables& tables = input.tables[static_cast<size_t>(program.layer_groups_[id])];
                 const StepTables of_row{tables.block_tables, tables.stride, tables.slots + row};
-                return AttentionWork::write(program.layers_[id], of_row, {place(action.first, row, worker), 0},
-                                            {place(action.second, row, worker), 0}, 0, 1);
+                return AttentionWork::write(program.layers_[id], of_row, {place(action.first, domain, row, worker), 0},
+                                            {place(action.second, domain, row, worker), 0}, 0, 1);
             }
         }
     }
@@ -368,6 +401,11 @@ struct StepProgram::Running {
 
 void StepProgram::run(const StepInput& input, int threads) {
     check_input(input);
+    if (runs_.exchange(true)) throw std::runtime_error("this program runs on another thread already");
+    struct Ended {
+        std::atomic<bool>& runs;
+        ~Ended() { runs = false; }
+    } ended{runs_};
     threads = std::max(1, threads);
     reserve(input.sequences.row_begin[input.sequences.count], input.wanted_rows, threads);
     Running running(*this, input, threads);

@@ -6,6 +6,7 @@
 // it took anything.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -98,6 +99,10 @@ class StepProgram {
     friend struct Running;
 
     void check_operand(const Operand& operand, int64_t floats) const;
+    void check_result(const Operand& operand, int64_t floats) const;
+    void check_step(const RowStep& step, Domain domain) const;
+    void check_rows(const Stage& stage) const;
+    void check_linear(const LinearStep& linear) const;
     void check_input(const StepInput& input) const;
     void reserve(int64_t rows, int64_t wanted, int threads);
 
@@ -112,6 +117,7 @@ class StepProgram {
     std::vector<Stage> stages_;
     int64_t groups_ = 0, scratch_floats_ = 0, logits_ = 0, attention_floats_ = 0;
     double waited_s_ = 0;
+    std::atomic<bool> runs_{false};
 
     // Memory of a step, kept for the next.
     int64_t rows_ = 0, wanted_ = 0;
