@@ -284,7 +284,15 @@ class _Lowering:
             return self._elementwise("root", node, [x])
         if exponent == -0.5:
             return self._elementwise("inverse_root", node, [x])
+        if exponent == 3:
+            square = self._elementwise("square", node, [x])
+            return self._elementwise("multiply", node, [square, x])
         raise NotRecordableError(f"a power of {exponent} has no kernel")
+
+    def clamp(self, node: Node, arguments: list[Any]) -> Any:
+        x, least, most = [*arguments, None, None][:3]
+        x = x if least is None else self._elementwise("larger", node, [x, least])
+        return x if most is None else self._elementwise("smaller", node, [x, most])
 
     def gelu(self, node: Node, arguments: list[Any]) -> Any:
         kind = "gelu_tanh" if node.kwargs.get("approximate", "none") == "tanh" else "gelu_erf"
@@ -409,6 +417,8 @@ HANDLERS: dict[str, Any] = {
     "<built-in function getitem>": _Lowering.getitem,
     "aten.index.Tensor": _Lowering.index,
     "aten.pow.Tensor_Scalar": _Lowering.power,
+    "aten.clamp.default": _Lowering.clamp,
+    "aten.clamp_.default": _Lowering.clamp,
     "aten.gelu.default": _Lowering.gelu,
     "aten.mean.dim": _Lowering.mean,
     "aten.sum.dim_IntList": _Lowering.sum,
