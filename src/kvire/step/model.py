@@ -1,6 +1,7 @@
 """The engine's model over a native step: a batch in, logits out, one call."""
 
 import logging
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from kvire.step.fuse import fuse
 from kvire.step.lower import Lowered, lower
 from kvire.step.program import Program
 from kvire.step.record import record
+from kvire.step.threads import StepThreads
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ class StepModel:
     def __init__(self, lowered: Lowered, paged: PagedKV) -> None:
         self._program = Program(lowered, paged)
         self._vocab_size = self._program.native.logits_width
+        self._threads = StepThreads(torch.get_num_threads())
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -42,6 +45,7 @@ class StepModel:
         context_lens = torch.tensor(batch.context_lens, dtype=torch.int64)
         tables: list[Any] = [table.contiguous() for table in batch.block_tables]
         assert all(table.dtype == torch.int32 for table in tables)
+        started = perf_counter()
         self._program.native.run(
             token_ids=batch.token_ids.data_ptr(),
             positions=batch.positions.data_ptr(),
@@ -54,6 +58,7 @@ class StepModel:
             wanted=batch.logits_rows.data_ptr(),
             wanted_rows=batch.logits_rows.numel(),
             logits=logits.data_ptr(),
-            threads=torch.get_num_threads(),
+            threads=self._threads.count,
         )
+        self._threads.note(perf_counter() - started, self._program.native.waited_s)
         return logits
