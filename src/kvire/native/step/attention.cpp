@@ -115,6 +115,18 @@ int64_t AttentionWork::partial_floats(const AttentionPlan& plan, int64_t value_w
     return plan.partials * (in_lanes(value_width) + kLanes);
 }
 
+namespace {
+
+// The numbers of one key, `stride` numbers apart.
+template <class Number>
+void spread(const char* from, int64_t count, int64_t stride, char* to) {
+    for (int64_t d = 0; d < count; ++d)
+        std::memcpy(to + d * stride * static_cast<int64_t>(sizeof(Number)),
+                    from + d * static_cast<int64_t>(sizeof(Number)), sizeof(Number));
+}
+
+}  // namespace
+
 void AttentionWork::write(const StepLayer& layer, const StepTables& tables, Rows k, Rows v, int64_t begin, int64_t end) {
     const PagedLayer& pool = layer.pool;
     const int64_t bytes = element_bytes(pool.dtype);
@@ -126,8 +138,11 @@ void AttentionWork::write(const StepLayer& layer, const StepTables& tables, Rows
             kernels().encode(k.first + row * k.stride + head * pool.key_width, encoded,
                              scale_of(pool.k_scales, pool.k_scale_stride, block, scale), 1, pool.key_width, pool.dtype);
             char* const to = pool.k + block * pool.k_block_bytes + (head * pool.key_width * pool.block_size + at) * bytes;
-            for (int64_t d = 0; d < pool.key_width; ++d)
-                std::memcpy(to + d * pool.block_size * bytes, encoded + d * bytes, static_cast<size_t>(bytes));
+            switch (bytes) {
+                case 1: spread<uint8_t>(encoded, pool.key_width, pool.block_size, to); break;
+                case 2: spread<uint16_t>(encoded, pool.key_width, pool.block_size, to); break;
+                default: spread<uint32_t>(encoded, pool.key_width, pool.block_size, to); break;
+            }
             kernels().encode(v.first + row * v.stride + head * pool.value_width,
                              pool.v + block * pool.v_block_bytes +
                                  (head * pool.block_size + at) * pool.value_width * bytes,
