@@ -1,5 +1,6 @@
 """Recorded steps: the same operations as transformers', family by family, and what may not serve."""
 
+import logging
 import tempfile
 from collections import Counter
 from dataclasses import replace
@@ -186,3 +187,12 @@ def test_a_window_is_the_pool_s(tmp_path: Path) -> None:
     assert model.groups[0].kind is LayerKind.SLIDING
     lowered = recorded(model.model, windows(model))
     assert all(call.params.window == model.groups[0].window for call in lowered.recording.calls)
+
+
+def test_recording_does_not_write_torch_s_tracing_into_a_log(caplog: pytest.LogCaptureFixture) -> None:
+    model = loaded("llama")
+    with caplog.at_level(logging.DEBUG):
+        before = logging.getLogger("torch").level
+        recorded(model.model, windows(model))
+    assert not [each for each in caplog.records if each.name.startswith("torch") and each.levelno < logging.WARNING]
+    assert logging.getLogger("torch").level == before

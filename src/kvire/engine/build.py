@@ -1,6 +1,7 @@
 """From a model's name and options to a running engine."""
 
 import logging
+import time
 from dataclasses import replace
 
 import torch
@@ -103,6 +104,7 @@ def _native_step(loaded: LoadedModel, config: EngineConfig, spec: KVSpec) -> Low
     if not config.keeps_packed or config.deterministic or config.attention == "portable":
         return None
     windows = {layer: group.window for group in loaded.groups for layer in group.layers}
+    start_s = time.monotonic()
     try:
         if any(group.kind is LayerKind.LATENT for group in loaded.groups):
             raise NotRecordableError("it has latent attention")
@@ -111,6 +113,7 @@ def _native_step(loaded: LoadedModel, config: EngineConfig, spec: KVSpec) -> Low
     except NotRecordableError as error:
         log.info("%s runs transformers' forward over packed weights: %s", loaded.name, error)
         return None
+    log.info("%s runs as a native step: recorded and proven in %.1f s", loaded.name, time.monotonic() - start_s)
     return lowered
 
 

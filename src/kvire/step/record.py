@@ -4,6 +4,9 @@ Linear layers, embeddings and attention are single operations of the recorded gr
 is recorded as torch computes it. The number of tokens is a symbol, so that the graph holds for any.
 """
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,7 +157,25 @@ def _stand_in(x: Tensor, module: PackedModule, number: int) -> Tensor:
 def _traced(forward: Any) -> GraphModule:
     tokens = torch.zeros(1, EXAMPLE_TOKENS, dtype=torch.long)
     rows = torch.zeros(EXAMPLE_ROWS, dtype=torch.long)
-    with torch.no_grad():
+    with torch.no_grad(), _quiet_torch():
         trace = make_fx(forward, tracing_mode="symbolic", _allow_non_fake_inputs=True)
         made: GraphModule = trace(tokens, tokens.clone(), rows)
     return made
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Torch logs its tracing to whoever logs everything: nothing below a warning."""
+    loggers = [logging.getLogger(name) for name in ("torch", *_torch_loggers())]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(max(logger.level, logging.WARNING))
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _torch_loggers() -> list[str]:
+    return [name for name in list(logging.root.manager.loggerDict) if name.startswith("torch.")]
