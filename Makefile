@@ -49,7 +49,8 @@ sanitize: $(VENV)/.dev  ## the kernels' tests under AddressSanitizer and UBSan, 
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:handle_segv=2 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	PYTEST_ADDOPTS="-vv --capture=sys -k 'not test_prefill_of_any_shape'" \
-	$(PY) -m pytest tests/attention tests/codec/test_bulk.py tests/models/test_native_modules.py tests/step
+	$(PY) -m pytest tests/attention tests/codec/test_bulk.py tests/models/test_native_modules.py \
+		tests/step/test_linear.py tests/step/test_attention.py tests/step/test_row_ops.py
 
 # The engines that the connectors plug into, oldest and newest that are supported, each in an environment of its own.
 ENGINES := .engines
