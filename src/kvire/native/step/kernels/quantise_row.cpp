@@ -18,7 +18,7 @@ KVIRE_STEP_INLINE void quantise_group(F16x first, F16x second, int8_t* q, float*
     if (!(most >= kLeast) || finite != 0.0f) {
         memset(q, 0, kGroup);
         sums[0] = sums[1] = 0;
-        *scale = *scaled_sum = finite;
+        *scale = *scaled_sum = finite == 0.0f ? 0.0f : finite;  // never -0
         return;
     }
     const F16x factor = broadcast(127.0f / most);
